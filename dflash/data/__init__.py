@@ -1,0 +1,1 @@
+"""Completions, chat templates, loss masks, shards, quality, dataset versions."""

@@ -1,0 +1,1 @@
+"""The drafter network, target features and export layouts (needs the extra `train`)."""

@@ -1,0 +1,1 @@
+"""Online drafter training (needs the extra `train`)."""
