@@ -1,0 +1,87 @@
+"""Run models: one field, one definition, one default.
+
+These frozen models are the flow parameters (so the Prefect UI shows them as a form), the TOML file of
+`--config`, and the options recorded in a manifest.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RunModel(BaseModel):
+    """Base of all run models: frozen, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TokenizeOptions(RunModel):
+    """What decides the ids and the mask of a row; part of every shard's fingerprint."""
+
+    max_seq_len: int = Field(
+        default=8192, ge=8, le=1_048_576, description="Longest row in tokens; a longer one is cut on the right."
+    )
+    loss_on: Literal["last_turn", "all_turns"] = Field(
+        default="last_turn",
+        description="`last_turn`: the last assistant turn; `all_turns`: every assistant turn after the last user query.",
+    )
+    min_loss_tokens: int = Field(
+        default=2, ge=2, description="Fewest adjacent loss tokens in a row: one anchor and one token to predict."
+    )
+
+
+class GateThresholds(RunModel):
+    """Limits of the quality gate; shares are fractions of the batch's records between 0 and 1."""
+
+    max_single_loss_count_share: float = Field(
+        default=0.05, ge=0, le=1, description="Largest share of rows with one and the same num_loss_tokens."
+    )
+    tiny_mask_tokens: int = Field(
+        default=8, ge=1, description="A mask with at most this many loss tokens counts as tiny."
+    )
+    max_tiny_mask_share: float = Field(default=0.05, ge=0, le=1, description="Largest share of tiny masks.")
+    min_median_ratio: float = Field(
+        default=0.98, ge=0, description="Lowest median of num_loss_tokens / output_tokens."
+    )
+    max_median_ratio: float = Field(
+        default=1.02, ge=0, description="Highest median of num_loss_tokens / output_tokens."
+    )
+    ratio_tolerance: float = Field(
+        default=0.02, ge=0, description="A row whose ratio is further than this from 1 counts as a mismatch."
+    )
+    max_ratio_mismatch_share: float = Field(
+        default=0.05, ge=0, le=1, description="Largest share of rows whose mask disagrees with output_tokens."
+    )
+    max_length_cut_share: float = Field(
+        default=0.30, ge=0, le=1, description="Largest share of rows the server cut (finish_reason length)."
+    )
+    max_window_cut_share: float = Field(
+        default=0.20, ge=0, le=1, description="Largest share of rows cut at max_seq_len."
+    )
+    max_thinking_only_share: float = Field(
+        default=0.05, ge=0, le=1, description="Largest share of rows with a trace and no answer."
+    )
+    max_duplicate_share: float = Field(
+        default=0.01, ge=0, le=1, description="Largest share of rows whose id or ids sequence repeats another."
+    )
+    max_undecodable_share: float = Field(
+        default=0.01, ge=0, le=1, description="Largest share of rows whose loss tokens don't decode to valid text."
+    )
+    max_reject_share: float = Field(
+        default=0.05, ge=0, le=1, description="Largest share of records rejected, all reasons together."
+    )
+    max_reject_reason_share: float = Field(
+        default=0.03, ge=0, le=1, description="Largest share of records rejected for one reason."
+    )
+    max_mix_shift: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Largest total variation distance of the source or script mix from the current version.",
+    )
+    min_rows: int = Field(default=1, ge=1, description="Fewest rows in a batch.")
+    override_reason: str | None = Field(
+        default=None, min_length=10, description="Publish although the gate fails; kept in the manifest."
+    )
