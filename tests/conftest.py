@@ -1,0 +1,41 @@
+"""Fixtures shared by the whole suite: real tokenizers, the real object store, real inputs where present."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MODELS = REPOSITORY / ".dflash" / "models"
+SHARED_DATA = REPOSITORY.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of openly licensed real inputs that lies beside the checkout on some machines."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("the folder of shared real inputs is not on this machine")
+    return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer_dir() -> Path:
+    """Folder with the real SmolLM2-135M-Instruct tokenizer."""
+    from embedded.smollm2 import ensure_smollm2_tokenizer
+
+    return ensure_smollm2_tokenizer(MODELS / "smollm2-tokenizer")
+
+
+@pytest.fixture(scope="session")
+def qwen36_dir(shared_data: Path) -> Path:
+    """Folder with the real Qwen3.6 tokenizer and its chat template."""
+    from embedded.qwen_tokenizer import ensure_qwen36_tokenizer
+
+    return ensure_qwen36_tokenizer(MODELS / "qwen3.6-tokenizer", shared_data / "qwen3.6" / "chat_template.jinja")
+
+
+@pytest.fixture(scope="session")
+def example_completions() -> Path:
+    """Folder with the completions that the small target wrote."""
+    return REPOSITORY / "examples" / "completions"
