@@ -42,9 +42,7 @@ class GateThresholds(RunModel):
         default=8, ge=1, description="A mask with at most this many loss tokens counts as tiny."
     )
     max_tiny_mask_share: float = Field(default=0.05, ge=0, le=1, description="Largest share of tiny masks.")
-    min_median_ratio: float = Field(
-        default=0.98, ge=0, description="Lowest median of num_loss_tokens / output_tokens."
-    )
+    min_median_ratio: float = Field(default=0.98, ge=0, description="Lowest median of num_loss_tokens / output_tokens.")
     max_median_ratio: float = Field(
         default=1.02, ge=0, description="Highest median of num_loss_tokens / output_tokens."
     )
