@@ -25,7 +25,7 @@ class TokenizeOptions(RunModel):
     )
     loss_on: Literal["last_turn", "all_turns"] = Field(
         default="last_turn",
-        description="`last_turn`: the last assistant turn; `all_turns`: every assistant turn after the last user query.",
+        description="`last_turn`: the last assistant turn; `all_turns`: all of them after the last user query.",
     )
     min_loss_tokens: int = Field(
         default=2, ge=2, description="Fewest adjacent loss tokens in a row: one anchor and one token to predict."
