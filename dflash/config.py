@@ -83,3 +83,34 @@ class GateThresholds(RunModel):
     override_reason: str | None = Field(
         default=None, min_length=10, description="Publish although the gate fails; kept in the manifest."
     )
+
+
+class TokenizeRun(RunModel):
+    """Parameters of the flow `tokenize-completions` and of `dflash tokenize`."""
+
+    source: str = Field(min_length=1, description="Folder of completions: s3://bucket/prefix or a local folder.")
+    dataset: str = Field(min_length=1, description="Dataset root to publish: s3://bucket/prefix or a local folder.")
+    tokenizer: str = Field(min_length=1, description="Folder or hub id of the target's tokenizer.")
+    options: TokenizeOptions = Field(default=TokenizeOptions(), description="What decides the ids and the mask.")
+    gate: GateThresholds = Field(default=GateThresholds(), description="Limits of the quality gate.")
+    files_per_shard: int = Field(default=39, ge=1, le=10_000, description="Input files that make one shard.")
+    files_per_download: int = Field(
+        default=1, ge=1, le=1_000, description="Input files per download task; raise it for sets of 100,000 files."
+    )
+    download_concurrency: int = Field(default=32, ge=1, le=256, description="Downloads at a time.")
+    num_workers: int = Field(default=0, ge=0, le=1_024, description="Tokenizing processes; 0 takes one for each core.")
+    trust_remote_code: bool = Field(default=False, description="Run code that the tokenizer's repository ships.")
+
+
+class ShardRun(RunModel):
+    """Parameters of the flow `tokenize-shard`: the run that the shard belongs to, and which shard."""
+
+    run: TokenizeRun = Field(description="The parameters of the run that the shard belongs to.")
+    shard: str = Field(
+        pattern=r"^(shard-)?\d{1,6}$", description="Shard to tokenize again, such as shard-00007 (see the run's table)."
+    )
+
+    @property
+    def shard_number(self) -> int:
+        """Number of the shard in its run, from 0."""
+        return int(self.shard.removeprefix("shard-"))

@@ -192,8 +192,9 @@ class Manifest(Contract):
 
     @property
     def digest(self) -> Sha256:
-        """SHA-256 over all but `created_at`: the same input gives the same digest on any day."""
-        return sha256_hex(canonical_json(self.model_dump(mode="json", exclude={"created_at"})))
+        """SHA-256 over all but `created_at` and the encoders: the same input gives the same digest anywhere, any day."""
+        volatile = {"created_at": True, "shards": {"__all__": {"encoder"}}}
+        return sha256_hex(canonical_json(self.model_dump(mode="json", exclude=volatile)))
 
     @property
     def name(self) -> str:

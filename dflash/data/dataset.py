@@ -1,0 +1,250 @@
+"""A dataset root: pointer, manifests, shards, and the metadata root beside it.
+
+Publishing is optimistic, like a commit in a table format: read the pointer, build a manifest on it, put everything
+immutable in place, then replace the pointer on the condition that it is still the one that was read. A crash between
+any two steps leaves the old version; the loser of a race gets an error that says which version won.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from dflash.data.shards import SHARD_SCHEMA
+from dflash.errors import DatasetError, ObjectNotFoundError, PreconditionError, PublishConflictError, UsageError
+from dflash.manifest import Manifest, PointerMove, PointerRecord, ShardEntry, ShardReceipt, canonical_json, sha256_hex
+from dflash.storage import S3Credentials, Store, open_store
+
+POINTER_KEY = "state.json"
+INFO_KEY = "dataset_info.json"
+Action = Literal["publish", "rollback", "restore", "adopt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """The pointer as it was read: its record and the ETag that a replacement must match."""
+
+    record: PointerRecord
+    etag: str
+
+
+class DatasetRoot:
+    """One dataset on a store.
+
+    Attributes:
+        uri: the root; `load_from_disk` opens it.
+        store: objects below the root.
+        meta: objects below `<root>.meta`.
+        cache: local folder for shards and indexes that have to be read from S3.
+    """
+
+    def __init__(self, uri: str, store: Store, meta: Store, cache: Path) -> None:
+        self.uri = uri
+        self.store = store
+        self.meta = meta
+        self.cache = cache
+
+    @classmethod
+    def open(cls, uri: str, credentials: S3Credentials | None = None, cache: Path | None = None) -> DatasetRoot:
+        """Open a root that may not exist yet.
+
+        Raises:
+            UsageError: `uri` is no local path or `s3://` URI.
+        """
+        root = uri.rstrip("/")
+        if not root:
+            raise UsageError("The dataset URI is empty. Expected a local folder or s3://bucket/prefix.")
+        return cls(
+            root,
+            open_store(root, credentials),
+            open_store(root + ".meta", credentials),
+            cache or Path(".dflash") / "cache",
+        )
+
+    def pointer(self) -> Pointer | None:
+        """Read the pointer; None when nothing was published yet.
+
+        Raises:
+            DatasetError: there is a `state.json` that is not ours or is damaged.
+        """
+        try:
+            info = self.store.head(POINTER_KEY)
+            data = self.store.read(POINTER_KEY, expect=info)
+        except ObjectNotFoundError:
+            return None
+        where = f"{self.uri}/{POINTER_KEY}"
+        try:
+            state = json.loads(data)
+        except ValueError as error:
+            raise DatasetError(f"{where} is not JSON: {error}. Restore it with `dflash restore`.") from error
+        if not isinstance(state, dict) or "dflash" not in state:
+            raise DatasetError(
+                f"{where} was written by another program: the entry 'dflash' is missing. "
+                "A folder made by save_to_disk becomes version 1 with `dflash adopt`."
+            )
+        record = PointerRecord.from_bytes(canonical_json(state["dflash"]), where)
+        if info.etag is None:
+            raise DatasetError(f"{where}: the store gives no ETag, so the pointer can't be replaced safely.")
+        return Pointer(record, info.etag)
+
+    def current(self) -> Manifest | None:
+        """The manifest that the pointer names; None when nothing was published yet."""
+        pointer = self.pointer()
+        return None if pointer is None else self.manifest_of(pointer.record)
+
+    def manifest_of(self, record: PointerRecord) -> Manifest:
+        """The manifest of a pointer, checked against the digest in it."""
+        return self._read_manifest(record.manifest, record.manifest_sha256)
+
+    def manifest(self, version: int | str | None = None) -> Manifest:
+        """A published version by number or name; the current one for None.
+
+        Raises:
+            DatasetError: nothing was published, or no published version has this number; lists those there are.
+        """
+        pointer = self.pointer()
+        if pointer is None:
+            raise DatasetError(f"{self.uri} holds no published version. Publish one with `dflash tokenize`.")
+        if version is None:
+            return self.manifest_of(pointer.record)
+        for move in reversed(pointer.record.history):
+            if version in (move.version, str(move.version), move.manifest):
+                return self._read_manifest(move.manifest)
+        known = sorted({move.version for move in pointer.record.history})
+        raise DatasetError(f"{self.uri} has no version {version}. Published versions: {known}.")
+
+    def _read_manifest(self, name: str, sha256: str | None = None) -> Manifest:
+        key = f"manifests/{name}.json"
+        manifest = Manifest.from_bytes(self.store.read(key, sha256=sha256), f"{self.uri}/{key}")
+        if manifest.name != name:
+            raise DatasetError(
+                f"{self.uri}/{key} was altered: its content gives the name {manifest.name}. Restore it from a backup."
+            )
+        return manifest
+
+    def fetch_shard(self, entry: ShardEntry) -> Path:
+        """Local path of a shard, downloaded and checked when the root is on S3."""
+        return self._fetch(self.store, entry.key, entry.sha256)
+
+    def fetch_index(self, entry: ShardEntry) -> Path:
+        """Local path of a shard's index, downloaded and checked when the root is on S3."""
+        return self._fetch(self.meta, entry.index_key, entry.index_sha256)
+
+    def _fetch(self, store: Store, key: str, sha256: str) -> Path:
+        local = store.local_path(key)
+        if local is not None:
+            if not local.is_file():
+                raise ObjectNotFoundError(
+                    f"{store.uri}/{key} is missing. Restore it from a backup, or tokenize it again."
+                )
+            return local
+        path = self.cache / key
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            store.download(key, path, sha256=sha256)
+        return path
+
+    def receipts(self, fingerprints: set[str]) -> dict[str, ShardReceipt]:
+        """Receipts of those fingerprints whose shard and index are in place, by fingerprint."""
+        listed = {item.key for item in self.meta.list("receipts")}
+        found: dict[str, ShardReceipt] = {}
+        for fingerprint in sorted(fingerprints):
+            key = f"receipts/{fingerprint}.json"
+            if key in listed:
+                receipt = ShardReceipt.from_bytes(self.meta.read(key), f"{self.meta.uri}/{key}")
+                if self._is_stored(receipt.shard):
+                    found[fingerprint] = receipt
+        return found
+
+    def _is_stored(self, entry: ShardEntry) -> bool:
+        try:
+            return (
+                self.store.head(entry.key).size == entry.num_bytes
+                and self.meta.head(entry.index_key).size == entry.index_bytes
+            )
+        except ObjectNotFoundError:
+            return False
+
+    def publish(self, manifest: Manifest, expected: Pointer | None, action: Action = "publish") -> Pointer:
+        """Make `manifest` current on the condition that the pointer is still `expected`.
+
+        Its shards must be in place. Safe to repeat after a crash at any point.
+
+        Raises:
+            DatasetError: a shard that the manifest names is missing.
+            PublishConflictError: another publisher replaced the pointer first; says which version won.
+        """
+        missing = [entry.key for entry in manifest.shards if not self._is_stored(entry)]
+        if missing:
+            raise DatasetError(
+                f"{manifest.name} can't be published: {len(missing)} of its shards are not in {self.uri}, "
+                f"first {missing[0]}. Upload them first."
+            )
+        self.store.put_if_absent(INFO_KEY, dataset_info())
+        data = self._put_manifest(manifest)
+        now = datetime.now(UTC).replace(microsecond=0)
+        history = () if expected is None else expected.record.history
+        move = PointerMove(manifest=manifest.name, version=manifest.version, at=now, action=action)
+        record = PointerRecord(
+            manifest=manifest.name,
+            manifest_sha256=sha256_hex(data),
+            version=manifest.version,
+            history=(*history, move),
+        )
+        return self._swap(manifest, record, expected)
+
+    def _put_manifest(self, manifest: Manifest) -> bytes:
+        """Store the manifest; one that is there under the same name differs in `created_at` alone, and stays."""
+        data = manifest.to_bytes()
+        try:
+            stored = self.store.read(manifest.key)
+        except ObjectNotFoundError:
+            self.store.put_if_absent(manifest.key, data)
+            return data
+        if Manifest.from_bytes(stored, f"{self.uri}/{manifest.key}").name != manifest.name:
+            raise DatasetError(f"{self.uri}/{manifest.key} holds another manifest than its name says; restore it.")
+        return stored
+
+    def _swap(self, manifest: Manifest, record: PointerRecord, expected: Pointer | None) -> Pointer:
+        data = canonical_json(datasets_state(manifest) | {"dflash": record.model_dump(mode="json")})
+        try:
+            etag = self.store.replace(POINTER_KEY, data, if_match=None if expected is None else expected.etag)
+        except PreconditionError as error:
+            winner = self.pointer()
+            won = "no version" if winner is None else f"{winner.record.manifest} at {winner.record.history[-1].at}"
+            read = "no version" if expected is None else expected.record.manifest
+            raise PublishConflictError(
+                f"{manifest.name} was not published in {self.uri}: another publisher won.\n"
+                f"  expected: {read} to be current\n  found:    {won}\nRun it again: it plans on the new version."
+            ) from error
+        return Pointer(record, etag)
+
+
+def datasets_state(manifest: Manifest) -> dict[str, Any]:
+    """What `datasets.load_from_disk` wants to find in `state.json`: exactly these keys."""
+    return {
+        "_data_files": [{"filename": entry.key} for entry in manifest.shards],
+        "_fingerprint": manifest.digest[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": "train",
+    }
+
+
+def dataset_info() -> bytes:
+    """`dataset_info.json` with the features; the type name `Sequence` is read by old and new `datasets`."""
+    features: dict[str, Any] = {}
+    for field in SHARD_SCHEMA:
+        if str(field.type).startswith("list"):
+            features[field.name] = {
+                "feature": {"dtype": str(field.type.value_type), "_type": "Value"},
+                "_type": "Sequence",
+            }
+        else:
+            features[field.name] = {"dtype": str(field.type), "_type": "Value"}
+    return canonical_json({"citation": "", "description": "", "features": features, "homepage": "", "license": ""})

@@ -1,0 +1,214 @@
+"""From one group of local completion files to a shard, its index, its rejects and its receipt.
+
+The result lies in a spool folder named by the shard's fingerprint. The folder appears by one rename when it is
+whole, so a folder that is there is a shard that is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash.config import TokenizeOptions
+from dflash.data.completions import Completion, Reject, read_completions
+from dflash.data.shards import ShardWriter, WrittenShard
+from dflash.data.tokenize import tokenize_batch
+from dflash.errors import DatasetError, IntegrityError
+from dflash.manifest import InputFile, ShardEntry, ShardReceipt, sha256_hex
+
+if TYPE_CHECKING:
+    from dflash.data.tokenizer import TargetTokenizer
+
+SHARD_FILE, INDEX_FILE, REJECTS_FILE, RECEIPT_FILE = "shard.arrow", "index.arrow", "rejects.jsonl", "receipt.json"
+RECORDS_PER_BATCH = 256  # large enough for one batched encode call to pay, small enough to stay in cache
+
+
+@dataclass(frozen=True, slots=True)
+class LocalInput:
+    """A downloaded file: its key, where it lies, its size, ETag and SHA-256."""
+
+    key: str
+    path: Path
+    size: int
+    etag: str | None
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardJob:
+    """What a worker process needs to make one shard.
+
+    Attributes:
+        fingerprint: names the spool folder and the receipt.
+        inputs: local files in order.
+        options: decide ids and mask.
+        spool: folder in which the result folder appears.
+    """
+
+    fingerprint: str
+    inputs: tuple[LocalInput, ...]
+    options: TokenizeOptions
+    spool: Path
+
+    @property
+    def result(self) -> Path:
+        """Folder of the finished shard."""
+        return self.spool / self.fingerprint
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counts and rejects of the files of one shard."""
+
+    records: Counter[str] = field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    lines: list[bytes] = field(default_factory=list)
+
+    def add(self, reject: Reject) -> None:
+        self.rejected[reject.file] += 1
+        self.reasons[str(reject.reason)] += 1
+        entry = {
+            "file": reject.file,
+            "line": reject.line,
+            "byte_offset": reject.byte_offset,
+            "id": reject.id,
+            "reason": str(reject.reason),
+            "message": reject.message,
+        }
+        self.lines.append(json.dumps(entry, ensure_ascii=True).encode() + b"\n")
+
+
+def run_shard_job(job: ShardJob, tokenizer: TargetTokenizer) -> ShardReceipt:
+    """Make the shard, unless the spool holds it whole already.
+
+    Raises:
+        DatasetError: every record was rejected; names the reasons.
+    """
+    finished = read_spooled(job.result)
+    if finished is not None:
+        return finished
+    job.spool.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{job.fingerprint[:12]}-", dir=job.spool))
+    try:
+        receipt = _write_shard(job, tokenizer, scratch)
+        (scratch / RECEIPT_FILE).write_bytes(receipt.to_bytes())
+        shutil.rmtree(job.result, ignore_errors=True)
+        scratch.replace(job.result)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return receipt
+
+
+def read_spooled(result: Path) -> ShardReceipt | None:
+    """Receipt of a finished spool folder whose files are whole; None where there is none.
+
+    A damaged folder (a digest differs) counts as none, so the shard is made again.
+    """
+    try:
+        receipt = ShardReceipt.from_bytes((result / RECEIPT_FILE).read_bytes(), str(result / RECEIPT_FILE))
+        entry = receipt.shard
+        whole = (
+            _file_sha256(result / SHARD_FILE) == entry.sha256
+            and _file_sha256(result / INDEX_FILE) == entry.index_sha256
+        )
+    except (FileNotFoundError, DatasetError):
+        return None
+    return receipt if whole else None
+
+
+def _write_shard(job: ShardJob, tokenizer: TargetTokenizer, scratch: Path) -> ShardReceipt:
+    tally = _Tally()
+    with ShardWriter(scratch / SHARD_FILE, scratch / INDEX_FILE) as writer:
+        encoder = "none"
+        for completions in _batches(_read_all(job.inputs, tally)):
+            batch = tokenize_batch(completions, tokenizer, job.options)
+            encoder = batch.encoder
+            for reject in batch.rejects:
+                tally.add(reject)
+            writer.write(batch.rows)
+        try:
+            written = writer.close()
+        except DatasetError as error:
+            raise DatasetError(_all_rejected(job, tally)) from error
+    return _receipt(job, tally, written, encoder, scratch)
+
+
+def _receipt(job: ShardJob, tally: _Tally, written: WrittenShard, encoder: str, scratch: Path) -> ShardReceipt:
+    rejects = b"".join(tally.lines)
+    (scratch / REJECTS_FILE).write_bytes(rejects)
+    entry = ShardEntry(
+        sha256=written.shard.sha256,
+        num_bytes=written.shard.num_bytes,
+        num_rows=written.num_rows,
+        num_tokens=written.num_tokens,
+        num_loss_tokens=written.num_loss_tokens,
+        index_sha256=written.index.sha256,
+        index_bytes=written.index.num_bytes,
+        fingerprint=job.fingerprint,
+        encoder=encoder,
+    )
+    inputs = tuple(
+        InputFile(
+            key=item.key,
+            size=item.size,
+            etag=item.etag,
+            sha256=item.sha256,
+            num_records=tally.records[item.key],
+            num_rejected=tally.rejected[item.key],
+        )
+        for item in job.inputs
+    )
+    return ShardReceipt(
+        shard=entry,
+        inputs=inputs,
+        reject_reasons=dict(sorted(tally.reasons.items())),
+        rejects_sha256=sha256_hex(rejects) if rejects else None,
+    )
+
+
+def _read_all(inputs: Iterable[LocalInput], tally: _Tally) -> Iterator[Completion]:
+    for item in inputs:
+        if item.path.stat().st_size != item.size:
+            raise IntegrityError(
+                f"{item.path} ({item.key}) changed between download and reading: expected {item.size} bytes, "
+                f"found {item.path.stat().st_size}. Run again."
+            )
+        for entry in read_completions(item.path, file=item.key):
+            tally.records[item.key] += 1
+            if isinstance(entry, Reject):
+                tally.add(entry)
+            else:
+                yield entry
+
+
+def _batches(completions: Iterable[Completion]) -> Iterator[list[Completion]]:
+    batch: list[Completion] = []
+    for completion in completions:
+        batch.append(completion)
+        if len(batch) == RECORDS_PER_BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _all_rejected(job: ShardJob, tally: _Tally) -> str:
+    reasons = ", ".join(f"{reason} {count}" for reason, count in tally.reasons.most_common()) or "the files are empty"
+    first = f" First: {tally.lines[0].decode()}" if tally.lines else ""
+    return (
+        f"No usable record in the {len(job.inputs)} files from {job.inputs[0].key} to {job.inputs[-1].key}: "
+        f"{sum(tally.records.values())} records read, rejected for: {reasons}.{first}"
+    )
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
