@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -245,23 +246,23 @@ def best_fit(lengths: npt.NDArray[np.int64], budget: int) -> list[npt.NDArray[np
     return [np.array(items, dtype=np.int64) for items in bins]
 
 
-def rank_share(packs: Iterator[Pack], rank: int, world_size: int) -> Iterator[Pack | None]:
-    """Give one rank its packs of the global sequence.
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank gets of one round, in which each rank gets at most one pack.
 
-    All ranks get equally many items: where the sequence ends inside a round, the ranks without a pack get None and
-    still take part in the step.
+    Attributes:
+        pack: None where the sequence ended inside the round; the rank still takes part in the step.
+        after: the state behind the whole round, the same on all ranks.
     """
-    while True:
-        mine: Pack | None = None
-        given = 0
-        for given, pack in enumerate(packs, start=1):
-            if given - 1 == rank:
-                mine = pack
-            if given == world_size:
-                break
-        if given == 0:
-            return
-        yield mine
+
+    pack: Pack | None
+    after: BatchState
+
+
+def rank_share(packs: Iterator[Pack], rank: int, world_size: int) -> Iterator[Share]:
+    """Give one rank its share of each round; all ranks get equally many shares."""
+    while group := list(islice(packs, world_size)):
+        yield Share(group[rank] if rank < len(group) else None, group[-1].after)
 
 
 class _Fetcher:

@@ -70,9 +70,12 @@ def test_resuming_at_another_world_size_goes_on_in_the_same_order(
     state = BatchState.from_json(whole[cut - 1].after.to_json()) if cut else None
     shares = [list(rank_share(order.packs(shards, state), rank, new_world)) for rank in range(new_world)]
     assert len({len(share) for share in shares}) == 1
-    merged = [pack for group in zip(*shares, strict=True) for pack in group if pack is not None]
+    rounds = list(zip(*shares, strict=True))
+    merged = [share.pack for group in rounds for share in group if share.pack is not None]
     assert keys(iter(merged)) == keys(iter(whole[cut:]))
     assert [pack.after for pack in merged] == [pack.after for pack in whole[cut:]]
+    for group in rounds:
+        assert {share.after for share in group} == {[s.pack.after for s in group if s.pack is not None][-1]}
 
 
 def test_epochs_and_seeds_differ_but_repeat(shards: LocalShards) -> None:
