@@ -1,0 +1,122 @@
+"""Files that appear whole or not at all, and digests that are taken while the bytes pass."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash.errors import IntegrityError
+
+_CHUNK_BYTES = 4 << 20
+_HIDDEN = re.compile(r"\..+\.(part|lock)")
+_serial = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Size and hex digests of a run of bytes; `md5` is empty where nobody asked for it."""
+
+    size: int
+    sha256: str
+    md5: str = ""
+
+
+def is_hidden(name: str) -> bool:
+    """Tell whether a file name is one of ours that no listing shows: a part file or a lock."""
+    return _HIDDEN.fullmatch(name) is not None
+
+
+def lock_path(path: Path) -> Path:
+    """Return the lock file beside a file."""
+    return path.with_name(f".{path.name}.lock")
+
+
+def part_path(path: Path) -> Path:
+    """Return a hidden name beside `path` that no other writer uses."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{next(_serial)}-{os.urandom(4).hex()}.part")
+
+
+def write_part(path: Path, chunks: Iterable[bytes], *, with_md5: bool = False) -> Digest:
+    """Write chunks to `path` and flush them to the disk; on any failure the file is removed.
+
+    Returns:
+        Size and digests of what was written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("xb") as file:
+            digest = digest_chunks(tee(chunks, file.write), with_md5=with_md5)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return digest
+
+
+def tee(chunks: Iterable[bytes], write: Callable[[bytes], object]) -> Iterator[bytes]:
+    """Pass chunks on after handing each to `write`."""
+    for chunk in chunks:
+        write(chunk)
+        yield chunk
+
+
+def move_into_place(part: Path, path: Path) -> None:
+    """Rename a finished part file over `path` and make the rename durable."""
+    part.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_chunks(path: Path, *, offset: int = 0, size: int | None = None) -> Iterator[bytes]:
+    """Read a file, or `size` bytes of it from `offset`, in chunks."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        left = size
+        while left is None or left > 0:
+            chunk = file.read(_CHUNK_BYTES if left is None else min(left, _CHUNK_BYTES))
+            if not chunk:
+                return
+            if left is not None:
+                left -= len(chunk)
+            yield chunk
+
+
+def digest_chunks(chunks: Iterable[bytes], *, with_md5: bool = False) -> Digest:
+    """Consume chunks and return their size and digests."""
+    sha256 = hashlib.sha256()
+    md5 = hashlib.md5(usedforsecurity=False)
+    size = 0
+    for chunk in chunks:
+        size += len(chunk)
+        sha256.update(chunk)
+        if with_md5:
+            md5.update(chunk)
+    return Digest(size, sha256.hexdigest(), md5.hexdigest() if with_md5 else "")
+
+
+def check_digest(where: str, digest: Digest, *, size: int | None, sha256: str | None) -> None:
+    """Compare what arrived with what was promised.
+
+    Raises:
+        IntegrityError: size or sha256 differ.
+    """
+    if size is not None and digest.size != size:
+        raise IntegrityError(f"{where}: expected {size} bytes, found {digest.size}; it is cut, or was replaced")
+    if sha256 is not None and digest.sha256 != sha256.lower():
+        raise IntegrityError(
+            f"{where}: expected sha256 {sha256}, found {digest.sha256} over {digest.size} bytes; the content is damaged"
+        )
