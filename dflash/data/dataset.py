@@ -31,6 +31,17 @@ class Pointer:
     etag: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Sizes of the shards and indexes that two listings found, by key."""
+
+    shards: dict[str, int]
+    indexes: dict[str, int]
+
+    def holds(self, entry: ShardEntry) -> bool:
+        return self.shards.get(entry.key) == entry.num_bytes and self.indexes.get(entry.index_key) == entry.index_bytes
+
+
 class DatasetRoot:
     """One dataset on a store.
 
@@ -150,23 +161,19 @@ class DatasetRoot:
     def receipts(self, fingerprints: set[str]) -> dict[str, ShardReceipt]:
         """Receipts of those fingerprints whose shard and index are in place, by fingerprint."""
         listed = {item.key for item in self.meta.list("receipts")}
+        stored = self._stored()
         found: dict[str, ShardReceipt] = {}
         for fingerprint in sorted(fingerprints):
             key = f"receipts/{fingerprint}.json"
             if key in listed:
                 receipt = ShardReceipt.from_bytes(self.meta.read(key), f"{self.meta.uri}/{key}")
-                if self._is_stored(receipt.shard):
+                if stored.holds(receipt.shard):
                     found[fingerprint] = receipt
         return found
 
-    def _is_stored(self, entry: ShardEntry) -> bool:
-        try:
-            return (
-                self.store.head(entry.key).size == entry.num_bytes
-                and self.meta.head(entry.index_key).size == entry.index_bytes
-            )
-        except ObjectNotFoundError:
-            return False
+    def _stored(self) -> _Stored:
+        shards = {item.key: item.size for item in self.store.list("shards")}
+        return _Stored(shards, {item.key: item.size for item in self.meta.list("index")})
 
     def publish(self, manifest: Manifest, expected: Pointer | None, action: Action = "publish") -> Pointer:
         """Make `manifest` current on the condition that the pointer is still `expected`.
@@ -177,7 +184,8 @@ class DatasetRoot:
             DatasetError: a shard that the manifest names is missing.
             PublishConflictError: another publisher replaced the pointer first; says which version won.
         """
-        missing = [entry.key for entry in manifest.shards if not self._is_stored(entry)]
+        stored = self._stored()
+        missing = [entry.key for entry in manifest.shards if not stored.holds(entry)]
         if missing:
             raise DatasetError(
                 f"{manifest.name} can't be published: {len(missing)} of its shards are not in {self.uri}, "

@@ -16,11 +16,19 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A listed input file and the mark of its content: `etag:...` on S3, `sha256:...` in a folder."""
+
+    info: ObjectInfo
+    identity: str
+
+
+@dataclass(frozen=True, slots=True)
 class ShardPlan:
     """One shard to make: its number in the run, its files in order, and the fingerprint of what it will hold."""
 
     number: int
-    files: tuple[ObjectInfo, ...]
+    files: tuple[PlannedFile, ...]
     fingerprint: str
 
     @property
@@ -31,11 +39,11 @@ class ShardPlan:
     @property
     def num_bytes(self) -> int:
         """Input bytes, as stored."""
-        return sum(item.size for item in self.files)
+        return sum(item.info.size for item in self.files)
 
 
-def list_completions(source: Store) -> list[ObjectInfo]:
-    """All completion files below the source, sorted by key, each with an identity in `etag`.
+def list_completions(source: Store) -> list[PlannedFile]:
+    """All completion files below the source, sorted by key.
 
     Raises:
         UsageError: there is none; names the prefix and what else lies there.
@@ -48,11 +56,11 @@ def list_completions(source: Store) -> list[ObjectInfo]:
             f"No completions under {source.uri}: expected files ending in {', '.join(SUFFIXES)}, found {others}. "
             "Check the prefix."
         )
-    return [source.identify(item) for item in files]
+    return [PlannedFile(item, source.identify(item)) for item in files]
 
 
 def plan_shards(
-    files: list[ObjectInfo], run: TokenizeRun, tokenizer_fingerprint: str, template_fingerprint: str
+    files: list[PlannedFile], run: TokenizeRun, tokenizer_fingerprint: str, template_fingerprint: str
 ) -> list[ShardPlan]:
     """Group files, in key order, into shards.
 
@@ -70,12 +78,12 @@ def plan_shards(
 
 
 def shard_fingerprint(
-    files: list[ObjectInfo], options: TokenizeOptions, tokenizer_fingerprint: str, template_fingerprint: str
+    files: list[PlannedFile], options: TokenizeOptions, tokenizer_fingerprint: str, template_fingerprint: str
 ) -> str:
     """Hash over everything that decides the bytes of a shard; equal fingerprints mean equal shards."""
     return fingerprint_of(
         {
-            "files": [[item.key, item.size, item.etag] for item in files],
+            "files": [[item.info.key, item.info.size, item.identity] for item in files],
             "options": options.model_dump(mode="json"),
             "tokenizer": tokenizer_fingerprint,
             "template": template_fingerprint,

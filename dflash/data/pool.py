@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A job whose process dies is tried again, since the pool can't tell which of the jobs in flight killed it.
-ATTEMPTS_AFTER_CRASH = 2
-
 
 class TokenizePool:
     """Runs shard jobs in processes that each hold the tokenizer; safe to call from many threads.
@@ -59,18 +56,27 @@ class TokenizePool:
             ShardFailedError: the process died under this job each time.
             DflashError: what the job itself raised.
         """
-        for attempt in range(1, ATTEMPTS_AFTER_CRASH + 1):
-            executor = self._current()
-            try:
-                return executor.submit(_run_in_worker, job).result()
-            except BrokenProcessPool:
-                log.warning("a tokenizing process died during shard %s (attempt %d)", job.fingerprint[:12], attempt)
-                self._retire(executor)
-        raise ShardFailedError(
-            f"The process that tokenized {job.inputs[0].key} to {job.inputs[-1].key} died "
-            f"{ATTEMPTS_AFTER_CRASH} times. Expected it to finish; it was killed or ran out of memory. "
-            "Lower num_workers or files_per_shard, look for a huge record, then retry the run."
-        )
+        executor = self._current()
+        try:
+            return executor.submit(_run_in_worker, job).result()
+        except BrokenProcessPool:
+            log.warning("a tokenizing process died while shard %s was in work", job.fingerprint[:12])
+            self._retire(executor)
+        return self._run_alone(job)
+
+    def _run_alone(self, job: ShardJob) -> ShardReceipt:
+        """Try again in a process of its own, since a broken pool can't tell which job in flight killed it."""
+        executor = self._new_executor(1)
+        try:
+            return executor.submit(_run_in_worker, job).result()
+        except BrokenProcessPool as error:
+            raise ShardFailedError(
+                f"The process that tokenized {job.inputs[0].key} to {job.inputs[-1].key} died twice. "
+                "Expected it to finish; it was killed or ran out of memory. "
+                "Lower num_workers or files_per_shard, look for a huge record, then retry the run."
+            ) from error
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
         """End the processes; jobs that have not started are dropped."""
@@ -85,13 +91,16 @@ class TokenizePool:
             if self._closed:
                 raise ShardFailedError("The tokenizing pool is closed: its run has ended or was cancelled.")
             if self._executor is None:
-                self._executor = ProcessPoolExecutor(
-                    self.num_workers,
-                    mp_context=multiprocessing.get_context("spawn"),
-                    initializer=_start_worker,
-                    initargs=self._arguments,
-                )
+                self._executor = self._new_executor(self.num_workers)
             return self._executor
+
+    def _new_executor(self, num_workers: int) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(
+            num_workers,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start_worker,
+            initargs=self._arguments,
+        )
 
     def _retire(self, broken: ProcessPoolExecutor) -> None:
         with self._lock:

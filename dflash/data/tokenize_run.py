@@ -1,0 +1,274 @@
+"""The steps from a folder of completions to a published first version, without an orchestrator.
+
+Each step is one method that flows call from tasks and a notebook calls in turn; `tokenize_dataset` is that sequence.
+What a step leaves is immutable and named by its content or fingerprint, so every step may be repeated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+from dflash.config import TokenizeRun
+from dflash.data.dataset import DatasetRoot, Pointer
+from dflash.data.plan import CODE_VERSION, PlannedFile, ShardPlan, list_completions, plan_shards
+from dflash.data.pool import TokenizePool
+from dflash.data.quality import QualityReport, assess, baseline_of, enforce
+from dflash.data.report import render_html
+from dflash.data.shard_job import INDEX_FILE, REJECTS_FILE, SHARD_FILE, LocalInput, ShardJob, read_spooled
+from dflash.data.shards import SCHEMA_VERSION, read_index
+from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
+from dflash.errors import DatasetError, IntegrityError, StorageError
+from dflash.manifest import (
+    Counts,
+    Manifest,
+    ShardReceipt,
+    TokenizerRecord,
+    batch_from_receipts,
+    sha256_hex,
+)
+from dflash.storage import S3Credentials, Store, open_store
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Local folders of a run: `work` for downloads and spooled shards, `cache` for copies of immutable objects."""
+
+    work: Path
+    cache: Path
+
+    @property
+    def spool(self) -> Path:
+        """Folder of finished shards that wait for the gate and the upload."""
+        return self.work / "spool"
+
+
+class TokenizeSession:
+    """One run over one source: its stores, its tokenizer, its warm processes.
+
+    Use as a context manager: leaving it ends the processes.
+    """
+
+    def __init__(self, run: TokenizeRun, credentials: S3Credentials | None, workspace: Workspace) -> None:
+        self.run = run
+        self.source: Store = open_store(run.source, credentials)
+        self.root = DatasetRoot.open(run.dataset, credentials, workspace.cache)
+        self.tokenizer: TargetTokenizer = load_tokenizer(run.tokenizer, trust_remote_code=run.trust_remote_code)
+        self.pool = TokenizePool(run.tokenizer, run.num_workers, trust_remote_code=run.trust_remote_code)
+        self._workspace = workspace
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.pool.close()
+
+    def plan(self) -> list[ShardPlan]:
+        """List the source and decide the shards; refuse a root that can't be published to.
+
+        Raises:
+            UsageError: the source holds no completions.
+            ConditionalWriteError: the store of the root can't swap a pointer safely.
+        """
+        self.root.store.probe_conditional_writes()
+        return plan_shards(
+            list_completions(self.source),
+            self.run,
+            self.tokenizer.fingerprint,
+            self.tokenizer.template_fingerprint,
+        )
+
+    def finished(self, plans: Iterable[ShardPlan]) -> dict[str, ShardReceipt]:
+        """Receipts, by fingerprint, of shards that the store or this machine's spool holds whole."""
+        wanted = {plan.fingerprint for plan in plans}
+        found = self.root.receipts(wanted)
+        for fingerprint in wanted - found.keys():
+            receipt = read_spooled(self._workspace.spool / fingerprint)
+            if receipt is not None:
+                found[fingerprint] = receipt
+        return found
+
+    def download(self, files: Sequence[PlannedFile]) -> list[LocalInput]:
+        """Fetch files, pinned to what was listed; a local source is read in place."""
+        return [self._fetch(item) for item in files]
+
+    def _fetch(self, item: PlannedFile) -> LocalInput:
+        info = item.info
+        local = self.source.local_path(info.key)
+        if local is not None:
+            return LocalInput(info.key, local, info.size, info.etag, item.identity.removeprefix("sha256:"))
+        path = self._download_folder / info.key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        transfer = self.source.download(info.key, path, expect=info)
+        return LocalInput(info.key, path, info.size, info.etag, transfer.sha256)
+
+    @property
+    def _download_folder(self) -> Path:
+        bucket_and_prefix = self.source.uri.split("://", 1)[-1].strip("/")
+        return self._workspace.work / "downloads" / bucket_and_prefix
+
+    def tokenize(self, plan: ShardPlan, inputs: Iterable[LocalInput]) -> ShardReceipt:
+        """Make one shard in the pool; its downloads are removed afterwards.
+
+        Raises:
+            DatasetError: every record was rejected.
+            ShardFailedError: the process died under it.
+        """
+        local = tuple(inputs)
+        receipt = self.pool.run(ShardJob(plan.fingerprint, local, self.run.options, self._workspace.spool))
+        for item in local:
+            if item.path.is_relative_to(self._download_folder):
+                item.path.unlink(missing_ok=True)
+        return receipt
+
+    def assess(self, receipts: Sequence[ShardReceipt]) -> QualityReport:
+        """Judge the whole batch by the indexes of its shards."""
+        reasons = batch_from_receipts(self.run.source, receipts).reject_reasons
+        return assess(
+            (read_index(self._index_path(receipt)) for receipt in receipts),
+            reject_reasons=reasons,
+            num_records=sum(receipt.num_records for receipt in receipts),
+            thresholds=self.run.gate,
+            baseline=self._baseline(),
+        )
+
+    def _baseline(self) -> object:
+        current = self.root.current()
+        return None if current is None else baseline_of(current.quality)
+
+    def _index_path(self, receipt: ShardReceipt) -> Path:
+        spooled = self._workspace.spool / receipt.shard.fingerprint / INDEX_FILE
+        return spooled if spooled.is_file() else self.root.fetch_index(receipt.shard)
+
+    def upload(self, receipt: ShardReceipt) -> int:
+        """Put shard, index, rejects and, last, the receipt in place; return the bytes sent. Repeating is harmless.
+
+        Raises:
+            IntegrityError: the spooled files are not what the receipt says, or the store holds another shard for it.
+        """
+        entry, spool = receipt.shard, self._workspace.spool / receipt.shard.fingerprint
+        if not spool.is_dir():
+            raise StorageError(f"{spool} is gone before its upload to {self.root.uri}. Run again: it is made anew.")
+        before = self.root.store.counters.snapshot().bytes_up + self.root.meta.counters.snapshot().bytes_up
+        self.root.store.put_if_absent(entry.key, spool / SHARD_FILE, sha256=entry.sha256)
+        self.root.meta.put_if_absent(entry.index_key, spool / INDEX_FILE, sha256=entry.index_sha256)
+        if receipt.rejects_sha256 is not None:
+            key = f"rejects/{receipt.rejects_sha256}.jsonl"
+            self.root.meta.put_if_absent(key, spool / REJECTS_FILE, sha256=receipt.rejects_sha256)
+        self._put_receipt(receipt)
+        shutil.rmtree(spool, ignore_errors=True)
+        return self.root.store.counters.snapshot().bytes_up + self.root.meta.counters.snapshot().bytes_up - before
+
+    def is_spooled(self, receipt: ShardReceipt) -> bool:
+        """Whether the shard waits on this machine for its upload."""
+        return (self._workspace.spool / receipt.shard.fingerprint).is_dir()
+
+    def _put_receipt(self, receipt: ShardReceipt) -> None:
+        """Store the receipt; one that is there may differ in the encoder's name, never in the shard."""
+        try:
+            self.root.meta.put_if_absent(receipt.key, receipt.to_bytes())
+        except IntegrityError:
+            where = f"{self.root.meta.uri}/{receipt.key}"
+            stored = ShardReceipt.from_bytes(self.root.meta.read(receipt.key), where)
+            if stored.shard.sha256 == receipt.shard.sha256:
+                return
+            raise IntegrityError(
+                f"Two different shards were made from the same input ({where}):\n"
+                f"  stored: {stored.shard.sha256} by {stored.shard.encoder}\n"
+                f"  made:   {receipt.shard.sha256} by {receipt.shard.encoder}\n"
+                "The encoders disagree, or a release changed the rows without a new code version."
+            ) from None
+
+    def publish_first(self, receipts: Sequence[ShardReceipt], report: QualityReport) -> Manifest:
+        """Publish version 1; the same batch published before is found and returned.
+
+        Raises:
+            DatasetError: the root holds a version made from something else; merging is another command.
+            PublishConflictError: another publisher won.
+        """
+        manifest = self.first_manifest(receipts, report)
+        pointer = self.root.pointer()
+        if pointer is not None:
+            return self._already_published(pointer, manifest)
+        self.save_report(report, manifest.name)
+        self.root.publish(manifest, expected=None)
+        return manifest
+
+    def save_report(self, report: QualityReport, name: str) -> str:
+        """Keep the report as a page beside the dataset; return its URI. A batch that was refused has one too."""
+        page = render_html(report, title=f"{name}: {self.run.source}").encode()
+        key = f"reports/{name}-{sha256_hex(page)[:12]}.html"
+        self.root.meta.put_if_absent(key, page)
+        return f"{self.root.meta.uri}/{key}"
+
+    def _already_published(self, pointer: Pointer, manifest: Manifest) -> Manifest:
+        published = self.root.manifest_of(pointer.record)
+        batches = {batch.fingerprint for batch in published.batches}
+        if manifest.batches[0].fingerprint in batches:
+            return published
+        raise DatasetError(
+            f"{self.root.uri} already holds {published.name} ({published.counts.num_rows} rows), "
+            f"which was not made from {self.run.source}. To add a batch use `dflash merge`; to start anew "
+            "name another dataset root."
+        )
+
+    def first_manifest(self, receipts: Sequence[ShardReceipt], report: QualityReport) -> Manifest:
+        """Manifest of version 1 over these shards, in plan order."""
+        shards = tuple(receipt.shard for receipt in receipts)
+        return Manifest(
+            version=1,
+            parent=None,
+            created_at=datetime.now(UTC).replace(microsecond=0),
+            schema_version=SCHEMA_VERSION,
+            code_version=CODE_VERSION,
+            tokenizer=self.tokenizer_record(),
+            options=self.run.options,
+            shards=shards,
+            batches=(batch_from_receipts(self.run.source, receipts),),
+            counts=Counts.of(shards),
+            quality=report.model_dump(mode="json"),
+            gate_override_reason=None if report.passed else self.run.gate.override_reason,
+        )
+
+    def tokenizer_record(self) -> TokenizerRecord:
+        """What the manifest keeps about the tokenizer."""
+        return TokenizerRecord(
+            name=self.tokenizer.name,
+            fingerprint=self.tokenizer.fingerprint,
+            template_fingerprint=self.tokenizer.template_fingerprint,
+            vocab_size=self.tokenizer.vocab_size,
+        )
+
+
+def tokenize_dataset(run: TokenizeRun, credentials: S3Credentials | None, workspace: Workspace) -> Manifest:
+    """All steps in one process with its pool; what the flow does, for notebooks and tests.
+
+    Raises:
+        GateError: the batch is not fit to train on; nothing was published.
+        DflashError: see the steps.
+    """
+    with TokenizeSession(run, credentials, workspace) as session:
+        plans = session.plan()
+        receipts = session.finished(plans)
+        missing = [plan for plan in plans if plan.fingerprint not in receipts]
+        with ThreadPoolExecutor(session.pool.num_workers + 1) as threads:
+            made = threads.map(lambda plan: session.tokenize(plan, session.download(plan.files)), missing)
+            receipts |= {receipt.shard.fingerprint: receipt for receipt in made}
+        ordered = [receipts[plan.fingerprint] for plan in plans]
+        report = session.assess(ordered)
+        enforce(report, run.gate)
+        for receipt in filter(session.is_spooled, ordered):
+            session.upload(receipt)
+        return session.publish_first(ordered, report)
+
+
+def group_files(files: Sequence[PlannedFile], size: int) -> list[tuple[PlannedFile, ...]]:
+    """Cut a shard's files into download tasks of at most `size` files."""
+    starts = range(0, len(files), size)
+    return [tuple(itertools.islice(files, start, start + size)) for start in starts]

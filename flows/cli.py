@@ -1,0 +1,41 @@
+"""The command `dflash`: thin commands over flows and library; exit codes 0, 1, 2, 3 (gate), 4 (lost a race)."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import typer
+
+from dflash.errors import DflashError
+from flows.cli_data import inspect_command, tokenize_command, verify_command
+from flows.cli_stack import down, status, up
+
+app = typer.Typer(
+    name="dflash",
+    help="From raw LLM completions on S3 to a DFlash speculative-decoding drafter in production.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("up")(up)
+app.command("down")(down)
+app.command("status")(status)
+app.command("tokenize")(tokenize_command)
+app.command("inspect")(inspect_command)
+app.command("verify")(verify_command)
+
+
+def main() -> None:
+    """Run the command line; errors of ours become one message and their exit code."""
+    try:
+        app(standalone_mode=False)
+    except DflashError as error:
+        sys.stderr.write(f"dflash: {error}\n")
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        sys.stderr.write("dflash: interrupted; what is done is kept, run it again to go on\n")
+        sys.exit(130)

@@ -1,0 +1,83 @@
+"""Where a run's process finds credentials and its working folder: the only place that reads the environment."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+
+from prefect_aws import AwsCredentials
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from dflash.storage import S3Credentials
+
+log = logging.getLogger(__name__)
+
+
+class Settings(BaseSettings):
+    """Environment variables `DFLASH_*`.
+
+    Attributes:
+        home: folder of the embedded servers, caches and spools.
+        s3_block: name of the Prefect block with the S3 credentials.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="DFLASH_", extra="ignore")
+
+    home: Path = Path(".dflash")
+    s3_block: str = "dflash-s3"
+
+    @property
+    def work(self) -> Path:
+        """Folder of downloads and spooled shards; may be emptied when nothing runs."""
+        return self.home / "work"
+
+    @property
+    def cache(self) -> Path:
+        """Folder of checked copies of immutable objects; may be emptied at any time."""
+        return self.home / "cache"
+
+
+class _AwsEnvironment(BaseSettings):
+    """The variables that every AWS tool reads."""
+
+    model_config = SettingsConfigDict(env_prefix="AWS_", extra="ignore")
+
+    endpoint_url: str | None = None
+    region: str = "us-east-1"
+    access_key_id: str | None = None
+    secret_access_key: SecretStr | None = None
+    session_token: SecretStr | None = Field(default=None)
+
+
+def settings() -> Settings:
+    """Settings of this process."""
+    return Settings()
+
+
+@functools.cache
+def s3_credentials() -> S3Credentials:
+    """Credentials of this process: the AWS variables if they are set, else the Prefect block."""
+    environment = _AwsEnvironment()
+    if environment.access_key_id is not None:
+        return S3Credentials(**environment.model_dump())
+    block = _load_block(settings().s3_block)
+    if block is None:
+        return S3Credentials(**environment.model_dump())
+    frozen = block.get_boto3_session().get_credentials().get_frozen_credentials()
+    return S3Credentials(
+        endpoint_url=block.aws_client_parameters.endpoint_url,
+        region=block.region_name or environment.region,
+        access_key_id=frozen.access_key,
+        secret_access_key=frozen.secret_key,
+        session_token=frozen.token,
+    )
+
+
+def _load_block(name: str) -> AwsCredentials | None:
+    try:
+        return AwsCredentials.load(name)
+    except ValueError:  # Prefect's answer for a block that doesn't exist
+        log.info("no Prefect block %s and no AWS_ACCESS_KEY_ID: going on without credentials", name)
+        return None
