@@ -82,8 +82,8 @@ def open_botocore(credentials: S3Credentials, limits: TransferLimits, *, read_ti
 
     Its own session is made because boto3's default session is not safe to share between threads.
     """
-    import boto3.session  # noqa: PLC0415  # half a second that plain reads and local folders don't need
-    from botocore.config import Config  # noqa: PLC0415
+    import boto3.session  # half a second that plain reads and local folders don't need
+    from botocore.config import Config
 
     keys: dict[str, str | None] = {}
     if credentials.access_key_id is not None and credentials.secret_access_key is not None:
@@ -127,8 +127,8 @@ def _credential_provider(credentials: S3Credentials) -> Callable[[], S3Credentia
 
 def _chain_credentials() -> Callable[[], S3Credential]:
     """Ask botocore's chain, so that both clients sign as the same person."""
-    import boto3.session  # noqa: PLC0415
-    from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415
+    import boto3.session
+    from obstore.auth.boto3 import Boto3CredentialProvider
 
     session = boto3.session.Session()
     if session.get_credentials() is None:
