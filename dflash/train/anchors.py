@@ -12,8 +12,8 @@ from torch import Tensor
 def eligible(loss_mask_S: Tensor, document_S: Tensor) -> Tensor:
     """Which tokens can begin a block: the target wrote this one and the next one of the same document.
 
-    At inference a block begins at a token that the target has just written, so a prompt token never is an anchor. Blocks
-    that reach beyond their document's end are allowed; their slots there get no weight.
+    At inference a block begins at a token that the target has just written, so a prompt token never is an anchor.
+    Blocks that reach beyond their document's end are allowed; their slots there get no weight.
 
     Args:
         loss_mask_S: bool [S].

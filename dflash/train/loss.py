@@ -1,13 +1,13 @@
 """The training loss, a chunk of blocks at a time.
 
-The frozen head makes V logits for each of N*(B-1) slots: 512 anchors, 15 slots and 248,320 ids are 7.6 GB in fp32. Only the
-gradient of the hidden states is needed, so each chunk computes its logits, adds to the loss, turns the logits in place
-into their gradient, multiplies that with the head and forgets them. Against checkpointing it saves the third matrix
-product (measured on one CPU thread, forward and backward of 32 blocks of 8, hidden size 576, 49,152 ids, in chunks of
-8 blocks: 0.66 s against 0.96 s; all logits at once 0.55 s).
+The frozen head makes V logits for each of N*(B-1) slots: 512 anchors, 15 slots and 248,320 ids are 7.6 GB in fp32.
+Only the gradient of the hidden states is needed, so each chunk computes its logits, adds to the loss, turns the logits
+in place into their gradient, multiplies that with the head and forgets them. Against checkpointing it saves the third
+matrix product (measured on one CPU thread, forward and backward of 32 blocks of 8, hidden size 576, 49,152 ids, in
+chunks of 8 blocks: 0.66 s against 0.96 s; all logits at once 0.55 s).
 
-Legend: N blocks, B slots of a block (slot 0 is the anchor), L = B-1 predicted slots, H hidden size, V vocabulary, S tokens of
-the packed row, M slots of a chunk.
+Legend: N blocks, B slots of a block (slot 0 is the anchor), L = B-1 predicted slots, H hidden size, V vocabulary,
+S tokens of the packed row, M slots of a chunk.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class LossOptions:
 
     Attributes:
         objective: cross entropy with the dataset's tokens, or KL(target || drafter).
-        weighting: `decay` is exp(-(k-1)/gamma) for slot k; `d_pace` follows arXiv:2605.18810, equations 7 to 9: with q the
-            drafter's probability of the right token and q' = (1-alpha) q + alpha, slot j weighs the sum over m >= j of
-            the products q'_1 ... q'_m. These weights carry no gradient, and the loss is divided by the number of blocks.
+        weighting: `decay` is exp(-(k-1)/gamma) for slot k; `d_pace` follows arXiv:2605.18810, equations 7 to 9: with q
+            the drafter's probability of the right token and q' = (1-alpha) q + alpha, slot j weighs the sum over
+            m >= j of the products q'_1 ... q'_m. These weights carry no gradient, and the loss is divided by the number
+            of blocks.
         gamma: of `decay`.
         alpha: of `d_pace`.
         chunk_blocks: blocks whose logits exist at once.
@@ -120,7 +121,8 @@ def block_loss(
     """
     if options.objective == "kl" and teacher_SH is None:
         raise UsageError("The objective `kl` needs the target's final states. Use `cross_entropy`, or pass teacher_SH.")
-    numerator, weight, hits_L, counts_L = _ChunkedLoss.apply(hidden_NBH[:, 1:], head_VH, targets, options, teacher_SH)
+    run: Any = _ChunkedLoss.apply
+    numerator, weight, hits_L, counts_L = run(hidden_NBH[:, 1:], head_VH, targets, options, teacher_SH)
     return LossSums(numerator, weight, hits_L, counts_L)
 
 

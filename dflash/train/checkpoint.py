@@ -1,0 +1,185 @@
+"""Checkpoints that are whole or absent, verified on load.
+
+```
+<run>/checkpoints/step-00001000/
+    model.safetensors     the drafter's fp32 master weights
+    optimizer.pt          optimiser and generator state, kept rows of replay (read with weights_only=True)
+    checkpoint.json       step, place in the data, configs, environment, SHA-256 of these files and of itself
+```
+    checkpoint.json       step, place in the data, configs, environment, SHA-256 of these two and of itself
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dflash.errors import IntegrityError, TrainingError
+
+WEIGHTS, OPTIMIZER, RECORD = "model.safetensors", "optimizer.pt", "checkpoint.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: optimiser steps done.
+        weights: the drafter's state dict on the CPU.
+        optimizer: anything that `torch.load(weights_only=True)` can read back.
+        record: JSON: place in the data, configs, environment, counters.
+    """
+
+    step: int
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any]
+    record: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class CheckpointFolder:
+    """The checkpoints of one run.
+
+    Attributes:
+        folder: where they lie.
+        keep: how many of the newest stay.
+        upload: called in a background thread with each finished checkpoint; its error is raised by the next `save` or
+            by `close`. A checkpoint that is being uploaded isn't removed.
+    """
+
+    folder: Path
+    keep: int = 3
+    upload: Callable[[Path], None] | None = None
+    _pool: ThreadPoolExecutor | None = field(default=None, init=False)
+    _uploads: dict[Path, Future[None]] = field(default_factory=dict, init=False)
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Write a checkpoint, start its upload and remove the oldest ones.
+
+        Raises:
+            TrainingError: an earlier upload failed.
+        """
+        self._collect(wait=False)
+        final = self.folder / f"step-{snapshot.step:08d}"
+        if final.exists():
+            return final
+        building = self.folder / f".building-{snapshot.step:08d}"
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        save_file({name: value.contiguous() for name, value in snapshot.weights.items()}, building / WEIGHTS)
+        torch.save(dict(snapshot.optimizer), building / OPTIMIZER)
+        files = {name: _sha256(building / name) for name in (WEIGHTS, OPTIMIZER)}
+        record = {**snapshot.record, "step": snapshot.step, "files": files}
+        text = json.dumps({"sha256": _record_digest(record), "record": record}, indent=1, sort_keys=True)
+        (building / RECORD).write_text(text + "\n", encoding="utf-8")
+        for name in (WEIGHTS, OPTIMIZER, RECORD):
+            _flush(building / name)
+        building.rename(final)
+        _flush(self.folder)
+        self._start_upload(final)
+        self._prune()
+        return final
+
+    def paths(self) -> list[Path]:
+        """Return the finished checkpoints, oldest first."""
+        return sorted(self.folder.glob("step-*"))
+
+    def latest(self) -> Path | None:
+        """Return the newest finished checkpoint."""
+        return next(reversed(self.paths()), None)
+
+    def close(self) -> None:
+        """Wait for the uploads.
+
+        Raises:
+            TrainingError: one failed.
+        """
+        try:
+            self._collect(wait=True)
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown()
+
+    def _start_upload(self, path: Path) -> None:
+        if self.upload is None:
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-upload")
+        self._uploads[path] = self._pool.submit(self.upload, path)
+
+    def _collect(self, *, wait: bool) -> None:
+        for path in [path for path, upload in self._uploads.items() if wait or upload.done()]:
+            error = self._uploads.pop(path).exception()
+            if error is not None:
+                raise TrainingError(
+                    f"The upload of checkpoint {path} failed: {error}. The local copy is whole; "
+                    "repair the store and resume from it."
+                ) from error
+
+    def _prune(self) -> None:
+        for path in self.paths()[: -self.keep]:
+            if path not in self._uploads:
+                shutil.rmtree(path)
+
+
+def load(path: Path) -> Snapshot:
+    """Read a checkpoint and check every byte of it.
+
+    Raises:
+        IntegrityError: a file is missing or differs from its digest.
+    """
+    record = _read_record(path)
+    for name in (WEIGHTS, OPTIMIZER):
+        expected, found = record["files"].get(name), _sha256(path / name)
+        if expected != found:
+            raise IntegrityError(
+                f"{name} of checkpoint {path} has SHA-256 {found}, its record says {expected}. "
+                "Resume from an older one."
+            )
+    optimizer = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
+    return Snapshot(record["step"], load_file(path / WEIGHTS), optimizer, record)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        outer = json.loads((path / RECORD).read_text(encoding="utf-8"))
+        record, expected = outer["record"], outer["sha256"]
+        whole = isinstance(record["files"], dict) and isinstance(record["step"], int)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(
+            f"{RECORD} of checkpoint {path} can't be read: {error!r}. Resume from an older one."
+        ) from error
+    if not whole or _record_digest(record) != expected:
+        raise IntegrityError(f"{RECORD} of checkpoint {path} differs from its digest. Resume from an older one.")
+    return dict(record)
+
+
+def _record_digest(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb", buffering=0) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise IntegrityError(f"{path} can't be read: {error}. Resume from an older checkpoint.") from error
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

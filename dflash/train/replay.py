@@ -1,0 +1,133 @@
+"""Features of the target, computed or kept from before.
+
+On small CPUs the target's forward pass is 80 % of a step. Features of the first rows that fit into a fixed number of
+bytes are kept in memory (never on disk), later epochs find them there, and extra steps can be made of kept rows alone.
+
+Rows are kept until the memory is full and none is ever dropped for another: an epoch visits each row once, so dropping
+the oldest would lose each row just before it is wanted. What is kept is decided by token counts alone, so a resumed
+run keeps the same rows; it recomputes their features when it meets them.
+
+Legend: S tokens of a row, F = K*H values of a token's features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash.data.batches import BatchState, Pack
+from dflash.data.row_reader import Row
+from dflash.train.config import ReplayConfig
+from dflash.train.packed import PackedRow
+
+
+class FeatureModel(Protocol):
+    """What training needs of the target."""
+
+    @property
+    def embedding_VH(self) -> Tensor:
+        """Input embedding, frozen."""
+        ...
+
+    @property
+    def head_VH(self) -> Tensor:
+        """Output head, frozen."""
+        ...
+
+    def features(self, input_ids_S: Tensor, position_S: Tensor, document_S: Tensor) -> Tensor:
+        """Run the target over a packed row and return [S, F]."""
+        ...
+
+
+class Features:
+    """Gives the features of packs.
+
+    Args:
+        target: computes them.
+        config: how much is kept, and as what.
+        device: where the target and the drafter are.
+    """
+
+    def __init__(self, target: FeatureModel, config: ReplayConfig, device: torch.device) -> None:
+        self._target = target
+        self._config = config
+        self._device = device
+        self._dtype = getattr(torch, config.dtype)
+        self._rows: dict[tuple[int, int], Row] = {}
+        self._kept: dict[tuple[int, int], Tensor] = {}
+        self.num_bytes = 0
+        self.num_computed_tokens = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are kept."""
+        return len(self._rows)
+
+    def of(self, pack: Pack, packed: PackedRow) -> Tensor:
+        """Return the features of a pack, [S, F] on the device.
+
+        With replay each row goes through the target alone: its features then don't depend on the rows packed with it,
+        so a kept row and a recomputed one are the same.
+        """
+        if not self._config.max_bytes:
+            return self._compute(packed)
+        return torch.cat([self._row(row) for row in pack.rows])
+
+    def draw(self, budget: int, max_rows: int, generator: np.random.Generator) -> Pack:
+        """Make a pack of kept rows, drawn at random without replacement."""
+        chosen: list[Row] = []
+        keys = list(self._rows)
+        for index in generator.permutation(len(keys)):
+            row = self._rows[keys[index]]
+            if sum(len(other.input_ids) for other in chosen) + len(row.input_ids) > budget or len(chosen) == max_rows:
+                break
+            chosen.append(row)
+        return Pack(tuple(chosen), -1, -1, BatchState())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the kept rows without their features, as tensors that `torch.load(weights_only=True)` takes."""
+        rows = self._rows.values()
+        return {
+            "keys": [list(row.key) for row in rows],
+            "ids": [torch.from_numpy(row.input_ids) for row in rows],
+            "masks": [torch.from_numpy(row.loss_mask) for row in rows],
+            "names": [[row.sample_id, row.source] for row in rows],
+            "num_bytes": self.num_bytes,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; features are recomputed when their row is next used."""
+        columns = (state["keys"], state["ids"], state["masks"], state["names"])
+        self._kept = {}
+        self._rows = {}
+        for key, ids, mask, (sample_id, source) in zip(*columns, strict=True):
+            at = (int(key[0]), int(key[1]))
+            self._rows[at] = Row(at, ids.numpy(), mask.numpy(), sample_id, source)
+        self.num_bytes = state["num_bytes"]
+
+    def _row(self, row: Row) -> Tensor:
+        kept = self._kept.get(row.key)
+        if kept is None:
+            kept = self._compute(PackedRow.of((row,))).to(self._dtype)
+            if row.key in self._rows or self._admit(row, kept.numel() * kept.element_size()):
+                self._kept[row.key] = kept
+        return kept.to(self._device, torch.float32)
+
+    def _admit(self, row: Row, num_bytes: int) -> bool:
+        if self.num_bytes + num_bytes > self._config.max_bytes:
+            return False
+        self.num_bytes += num_bytes
+        self._rows[row.key] = row
+        return True
+
+    def _compute(self, packed: PackedRow) -> Tensor:
+        tensors: Sequence[Tensor] = (packed.ids_S, packed.position_S, packed.document_S)
+        features_SF = self._target.features(*(tensor.to(self._device) for tensor in tensors))
+        # A prefix cache or a wrong hook shortens features silently; then every later row would be misaligned.
+        assert len(features_SF) == len(packed.ids_S), (len(features_SF), len(packed.ids_S))
+        self.num_computed_tokens += len(packed.ids_S)
+        return features_SF

@@ -1,0 +1,76 @@
+"""The ranks of a run and what they add up.
+
+Gradients are summed once for each step, behind the last micro-batch, not by DistributedDataParallel: ranks may then
+hold different numbers of micro-batches (the end of an epoch, a skipped row, a halved pack), and the sum is divided by
+the global weight instead of the number of ranks. The price is that the transfer doesn't overlap the backward pass: 6.9
+GB for the 1.73 B drafter, about 40 ms over NVLink in a step of seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This rank among all ranks; one process alone is a world of size 1."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def current(cls) -> World:
+        """Return the world that `join` set up, else a world of one."""
+        if not dist.is_initialized():
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes files."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add `values` over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
+        """Add gradients over all ranks; a rank without one adds zero."""
+        if self.size == 1:
+            return
+        handles = []
+        for weight in weights:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            handles.append(dist.all_reduce(weight.grad, async_op=True))
+        for handle in handles:
+            handle.wait()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def join(backend: str, timeout_s: float = 1800.0) -> Iterator[World]:
+    """Join the ranks that `torchrun` started.
+
+    Args:
+        backend: `nccl` on GPUs, `gloo` on CPUs.
+        timeout_s: after which a collective counts as hung.
+    """
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    try:
+        yield World.current()
+    finally:
+        dist.destroy_process_group()
