@@ -1,0 +1,183 @@
+"""From texts to ids in bulk: the reference, and a faster encoder that is used only where it is proven equal.
+
+`RAYON_NUM_THREADS` (both encoders), `TOKENIZERS_PARALLELISM` (the reference) and `FASTOKENS_BPE_THREADS` (the fast
+one) are read when a process first encodes. They belong to whoever starts the process: a pool with a process a core
+sets the two thread counts to 1, or each process takes all cores.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from dflash.data.encoder_probes import TEXT_PROBES, added_token_probes
+from dflash.errors import TokenizerError
+
+Ids = npt.NDArray[np.int32]
+Offsets = npt.NDArray[np.int64]
+
+PROOF_SAMPLE_CHARACTERS = 100_000  # of the batch; the reference takes about 0.15 s for them
+
+
+class Encoder(Protocol):
+    """Encodes texts in bulk."""
+
+    @property
+    def name(self) -> str:
+        """What the manifest records."""
+        ...
+
+    def encode_batch_flat(self, texts: Sequence[str], *, allow_special: bool) -> tuple[Ids, Offsets]:
+        """Encode without adding tokens.
+
+        Args:
+            texts: n valid Unicode strings.
+            allow_special: whether text that spells a control token (an added token marked special) becomes that
+                token; other added tokens always do.
+
+        Returns:
+            int32 [t], the ids of all texts joined, and int64 [n + 1]: text i has ids[offsets[i]:offsets[i + 1]].
+        """
+        ...
+
+
+class HuggingFaceEncoder:
+    """The reference: Hugging Face `tokenizers`."""
+
+    name = "huggingface"
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+        self._lock = threading.Lock()  # whether control tokens are recognised is a setting of the shared backend
+
+    def encode_batch_flat(self, texts: Sequence[str], *, allow_special: bool) -> tuple[Ids, Offsets]:
+        """See `Encoder`."""
+        with self._lock:
+            before = self._backend.encode_special_tokens
+            self._backend.encode_special_tokens = not allow_special
+            try:
+                encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            finally:
+                self._backend.encode_special_tokens = before
+        parts = [np.array(encoding.ids, np.int32) for encoding in encodings]
+        offsets = np.zeros(len(parts) + 1, np.int64)
+        np.cumsum([len(part) for part in parts], out=offsets[1:])
+        return (np.concatenate(parts) if parts else np.zeros(0, np.int32)), offsets
+
+
+class FastokensEncoder:
+    """The `fastokens` package: about a hundred times the reference's speed.
+
+    One text of each batch is encoded by the reference too (about 0.1 % of the texts), so that a difference which the
+    proof at the start missed stops the run instead of entering a dataset.
+    """
+
+    name = "fastokens"
+
+    def __init__(self, backend: Tokenizer) -> None:
+        """Build from the reference's own definition.
+
+        Raises:
+            ImportError: the package isn't installed.
+            ValueError: it doesn't support this tokenizer.
+        """
+        self._reference = HuggingFaceEncoder(backend)
+        self._fast: Any = importlib.import_module("fastokens").Tokenizer.from_json_str(backend.to_str())
+
+    def encode_batch_flat(self, texts: Sequence[str], *, allow_special: bool) -> tuple[Ids, Offsets]:
+        """See `Encoder`.
+
+        Raises:
+            TokenizerError: the reference gives other ids.
+        """
+        ids, offsets = self.encode_unchecked(texts, allow_special=allow_special)
+        if len(texts):
+            index = len(ids) % len(texts)  # as good as random, and the same in every run
+            expected, _ = self._reference.encode_batch_flat(texts[index : index + 1], allow_special=allow_special)
+            if not np.array_equal(expected, ids[offsets[index] : offsets[index + 1]]):
+                raise TokenizerError(
+                    f"The fast encoder gives other ids than Hugging Face tokenizers for a text of "
+                    f"{len(texts[index])} characters that starts with {texts[index][:60]!r}. Nothing of this batch "
+                    f"is used. Uninstall fastokens, or run again with the reference encoder, and report the text."
+                )
+        return ids, offsets
+
+    def encode_unchecked(self, texts: Sequence[str], *, allow_special: bool) -> tuple[Ids, Offsets]:
+        """As `encode_batch_flat`, without asking the reference."""
+        ids, offsets = self._fast.encode_batch_flat(list(texts), False, not allow_special)
+        return np.frombuffer(ids, "<u4").astype(np.int32), np.frombuffer(offsets, "<u8").astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderChoice:
+    """The encoder to use and why."""
+
+    encoder: Encoder
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """Name of the encoder."""
+        return self.encoder.name
+
+
+def choose_encoder(backend: Tokenizer, sample: Sequence[str] = ()) -> EncoderChoice:
+    """The fast encoder if it gives the reference's ids on the probes and on `sample`, else the reference.
+
+    Args:
+        backend: the tokenizer.
+        sample: texts of the batch that is to be encoded; the first `PROOF_SAMPLE_CHARACTERS` are used.
+    """
+    reference = HuggingFaceEncoder(backend)
+    try:
+        fast = FastokensEncoder(backend)
+    except ImportError:
+        return EncoderChoice(reference, "fastokens is not installed")
+    except Exception as error:  # noqa: BLE001 (what it raises for a tokenizer it can't build is not documented)
+        return EncoderChoice(reference, f"fastokens doesn't support this tokenizer: {type(error).__name__}: {error}")
+    texts = [*TEXT_PROBES, *added_token_probes(added_texts(backend)), *_head(sample)]
+    difference = find_difference(reference, fast, texts)
+    if difference is not None:
+        return EncoderChoice(reference, f"fastokens gives other ids: {difference}")
+    return EncoderChoice(fast, f"fastokens gives the same ids on {len(texts)} texts")
+
+
+def find_difference(reference: Encoder, fast: FastokensEncoder, texts: Sequence[str]) -> str | None:
+    """Describe the first of `texts` for which the two encoders differ; None where there is none."""
+    for allow_special in (True, False):
+        expected, expected_offsets = reference.encode_batch_flat(texts, allow_special=allow_special)
+        found, found_offsets = fast.encode_unchecked(texts, allow_special=allow_special)
+        if np.array_equal(expected, found) and np.array_equal(expected_offsets, found_offsets):
+            continue
+        for index, text in enumerate(texts):
+            wanted = expected[expected_offsets[index] : expected_offsets[index + 1]].tolist()
+            got = found[found_offsets[index] : found_offsets[index + 1]].tolist()
+            if wanted != got:
+                return (
+                    f"for {text[:60]!r} (control tokens {'on' if allow_special else 'off'}) "
+                    f"expected {wanted[:12]}, found {got[:12]}"
+                )
+    return None
+
+
+def added_texts(backend: Tokenizer) -> list[str]:
+    """Texts of the added tokens, by id."""
+    return [token.content for _, token in sorted(backend.get_added_tokens_decoder().items())]
+
+
+def _head(sample: Sequence[str]) -> list[str]:
+    head: list[str] = []
+    left = PROOF_SAMPLE_CHARACTERS
+    for text in sample:
+        if left <= 0:
+            break
+        head.append(text[:left])
+        left -= len(text)
+    return head

@@ -1,0 +1,216 @@
+"""From completions to ids and loss mask: one record, or a batch as flat buffers. Both take the same path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from dflash.config import TokenizeOptions
+from dflash.data.completions import normalise_record
+from dflash.data.encoders import Encoder, HuggingFaceEncoder, Ids
+from dflash.data.records import Completion, Reason, Reject
+from dflash.data.row_plan import RowPlan, Segment, plan_row, prompt_too_long
+from dflash.data.rows import RowFlag, TokenizedRows
+from dflash.data.scripts import dominant_script
+from dflash.data.tokenizer import TargetTokenizer, adapt_tokenizer
+from dflash.errors import RecordError
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedBatch:
+    """Rows of a batch, in the order of its completions, and what was left out.
+
+    Attributes:
+        rows: the rows.
+        rejects: one for each completion without a row.
+        encoder: name of the encoder that made the ids.
+    """
+
+    rows: TokenizedRows
+    rejects: list[Reject]
+    encoder: str
+
+
+def tokenize_completion(
+    completion: Completion | Mapping[str, Any],
+    tokenizer: TargetTokenizer | PreTrainedTokenizerBase,
+    max_seq_len: int = 8192,
+) -> dict[str, list[Any]] | None:
+    """Tokenize one completion.
+
+    Args:
+        completion: a record as in a completions file, or one that was read from there.
+        tokenizer: the target's, from `load_tokenizer` or transformers.
+        max_seq_len: longest row in tokens; a longer one is cut on the right.
+
+    Returns:
+        `input_ids` and `loss_mask` (true where the target sampled the token), equally long; None if the record can't
+        be used. `tokenize_batch` says why.
+
+    Raises:
+        TokenizerError: the tokenizer can't be used.
+    """
+    target = tokenizer if isinstance(tokenizer, TargetTokenizer) else adapt_tokenizer(tokenizer)
+    try:
+        record = completion if isinstance(completion, Completion) else normalise_record(completion)
+    except RecordError:
+        return None
+    options = TokenizeOptions(max_seq_len=max_seq_len)
+    rows = tokenize_batch([record], target, options, HuggingFaceEncoder(target.backend)).rows
+    if rows.num_rows == 0:
+        return None
+    return {"input_ids": rows.ids.tolist(), "loss_mask": rows.mask.tolist()}
+
+
+def tokenize_batch(
+    completions: Sequence[Completion],
+    tokenizer: TargetTokenizer,
+    options: TokenizeOptions,
+    encoder: Encoder | None = None,
+) -> TokenizedBatch:
+    """Tokenize completions with one encode call for all their texts.
+
+    Args:
+        completions: normalised records.
+        tokenizer: the target's.
+        options: decide ids and mask.
+        encoder: makes the ids; by default the tokenizer's choice.
+
+    Raises:
+        TokenizerError: a fast encoder was found to give other ids than the reference.
+    """
+    rejects: list[Reject] = []
+    plans: list[tuple[Completion, RowPlan]] = []
+    for completion in completions:
+        try:
+            plans.append((completion, plan_row(completion, tokenizer, options)))
+        except RecordError as error:
+            rejects.append(_reject(completion, error))
+    segments = [segment for _, plan in plans for segment in plan.segments]
+    encoder = encoder or tokenizer.encoder_for([segment.text for segment in segments])
+    pieces = iter(_encode(segments, encoder))
+    rows: list[_Row] = []
+    for completion, plan in plans:
+        try:
+            rows.append(_row(completion, plan, [next(pieces) for _ in plan.segments], options))
+        except RecordError as error:
+            rejects.append(_reject(completion, error))
+    _flag_verbatim(rows, encoder)
+    return TokenizedBatch(_join(rows), rejects, encoder.name)
+
+
+@dataclass(slots=True)
+class _Row:
+    completion: Completion
+    plan: RowPlan
+    pieces: list[Ids]
+    spans: list[tuple[int, int]]  # of the loss, apart from one another, inside the window
+    num_sampled_tokens: int  # of the last response, before the window's cut
+    flags: RowFlag
+
+
+def _encode(segments: Sequence[Segment], encoder: Encoder) -> list[Ids]:
+    """Ids of each segment; two calls at most, one with control tokens recognised and one without."""
+    pieces: list[Ids] = [np.zeros(0, np.int32)] * len(segments)
+    for allow_special in (True, False):
+        chosen = [
+            index
+            for index, segment in enumerate(segments)
+            if segment.ids is None and segment.allow_special == allow_special
+        ]
+        if chosen:
+            ids, offsets = encoder.encode_batch_flat(
+                [segments[index].text for index in chosen], allow_special=allow_special
+            )
+            for position, index in enumerate(chosen):
+                pieces[index] = ids[offsets[position] : offsets[position + 1]]
+    for index, segment in enumerate(segments):
+        if segment.ids is not None:
+            pieces[index] = np.array(segment.ids, np.int32)
+    return pieces
+
+
+def _row(completion: Completion, plan: RowPlan, pieces: list[Ids], options: TokenizeOptions) -> _Row:
+    spans: list[tuple[int, int]] = []
+    length = 0
+    for segment, piece in zip(plan.segments, pieces, strict=True):
+        end = length + len(piece)
+        if segment.is_loss and spans and spans[-1][1] == length:
+            spans[-1] = (spans[-1][0], end)
+        elif segment.is_loss:
+            spans.append((length, end))
+        length = end
+    flags = plan.flags
+    num_sampled_tokens = spans[-1][1] - spans[-1][0]
+    if completion.output_tokens not in {None, num_sampled_tokens}:
+        flags |= RowFlag.OUTPUT_MISMATCH
+    window = options.max_seq_len
+    if spans[0][0] >= window:
+        raise prompt_too_long(f"{spans[0][0]} tokens", options)
+    if length > window:
+        flags |= RowFlag.WINDOW_CUT
+        pieces = [np.concatenate(pieces)[:window]]
+        spans = [(start, min(end, window)) for start, end in spans if start < window]
+    longest = max(end - start for start, end in spans)
+    if longest < options.min_loss_tokens:
+        raise RecordError(
+            Reason.TOO_FEW_LOSS_TOKENS,
+            f"expected at least {options.min_loss_tokens} adjacent loss tokens within {window} tokens, found {longest}",
+        )
+    return _Row(completion, plan, pieces, spans, num_sampled_tokens, flags)
+
+
+def _flag_verbatim(rows: Sequence[_Row], encoder: Encoder) -> None:
+    """Flag rows whose `output_tokens` says that white space which the template trimmed was sampled."""
+    doubtful: list[_Row] = []
+    segments: list[Segment] = []
+    for row in rows:
+        if row.plan.verbatim is not None and row.flags & RowFlag.OUTPUT_MISMATCH:
+            doubtful.append(row)
+            segments.append(row.plan.verbatim)
+    for row, ids in zip(doubtful, _encode(segments, encoder), strict=True):
+        if len(ids) == row.completion.output_tokens:
+            row.flags |= RowFlag.VERBATIM_WHITESPACE
+
+
+def _join(rows: Sequence[_Row]) -> TokenizedRows:
+    pieces = [piece for row in rows for piece in row.pieces]
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([sum(map(len, row.pieces)) for row in rows], out=offsets[1:])
+    mask: npt.NDArray[np.bool_] = np.zeros(int(offsets[-1]), np.bool_)
+    for row, base in zip(rows, offsets.tolist(), strict=False):
+        for start, end in row.spans:
+            mask[base + start : base + end] = True
+    completions = [row.completion for row in rows]
+    return TokenizedRows(
+        ids=np.concatenate(pieces) if pieces else np.zeros(0, np.int32),
+        offsets=offsets,
+        mask=mask,
+        sample_ids=[completion.sample_id for completion in completions],
+        sources=[completion.source or "" for completion in completions],
+        num_loss_tokens=np.array([sum(end - start for start, end in row.spans) for row in rows], np.int32),
+        output_tokens=np.array(
+            [-1 if row.output_tokens is None else min(row.output_tokens, _INT32_MAX) for row in completions], np.int32
+        ),
+        finish_reasons=[completion.finish_reason or "" for completion in completions],
+        flags=np.array([row.flags for row in rows], np.uint16),
+        scripts=[dominant_script(row.plan.response_text) for row in rows],
+    )
+
+
+def _reject(completion: Completion, error: RecordError) -> Reject:
+    return Reject(
+        file=completion.file,
+        line=completion.line,
+        byte_offset=completion.byte_offset,
+        reason=str(error.reason),
+        message=error.message,
+        id=completion.id,
+    )

@@ -1,0 +1,202 @@
+"""Load the target's tokenizer and check that it gives the target's ids. Never imports torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import cached_file
+
+from dflash.data.chat import ChatTemplate
+from dflash.data.control_tokens import ControlTokens
+from dflash.data.encoder_probes import TEXT_PROBES
+from dflash.data.encoders import EncoderChoice, choose_encoder
+from dflash.data.token_bytes import TokenBytes
+from dflash.errors import TokenizerError
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class TargetTokenizer:
+    """The target's tokenizer: ids, template, fingerprints.
+
+    Attributes:
+        name: the folder or hub id it was loaded from.
+        backend: encodes; its truncation and padding are off.
+        template: renders conversations.
+        special_tokens: names such as `eos_token` and their texts.
+        definition: the tokenizer.json, where it was loaded from one.
+    """
+
+    name: str
+    backend: Tokenizer
+    template: ChatTemplate
+    special_tokens: Mapping[str, str]
+    definition: Path | None = None
+    _choices: list[EncoderChoice] = field(default_factory=list, repr=False, compare=False)
+
+    @cached_property
+    def controls(self) -> ControlTokens:
+        """Added tokens marked special, and the end-of-sequence token."""
+        ids = {token.content: number for number, token in self._added.items() if token.special}
+        eos = self.special_tokens.get("eos_token")
+        eos_id = self.backend.token_to_id(eos) if eos else None
+        return ControlTokens(ids if eos is None or eos_id is None else {**ids, eos: eos_id})
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the end-of-sequence token."""
+        eos = self.special_tokens.get("eos_token")
+        return None if eos is None else self.backend.token_to_id(eos)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the control tokens."""
+        return frozenset(self.controls.ids.values())
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Largest id plus one; the embedding may have more rows."""
+        return max(self.backend.get_vocab_size(with_added_tokens=True), max(self._added, default=-1) + 1)
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """Bytes of each token."""
+        return TokenBytes(self.backend)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over what decides the ids: the canonical tokenizer.json, added and special tokens."""
+        text = self.backend.to_str().encode() if self.definition is None else self.definition.read_bytes()
+        added = [
+            (number, token.content, token.special, token.normalized, token.lstrip, token.rstrip, token.single_word)
+            for number, token in sorted(self._added.items())
+        ]
+        digest = hashlib.sha256(_canonical_json(text))
+        digest.update(msgspec.json.encode([added, sorted(self.special_tokens.items())]))
+        return digest.hexdigest()
+
+    @property
+    def template_fingerprint(self) -> str:
+        """SHA-256 (hex) over the chat template and the special tokens it reads."""
+        return self.template.fingerprint
+
+    def encoder_for(self, sample: Sequence[str]) -> EncoderChoice:
+        """The encoder for bulk work: chosen once, with `sample` among the texts of the proof."""
+        if not self._choices:
+            self._choices.append(choose_encoder(self.backend, sample))
+        return self._choices[0]
+
+    @cached_property
+    def _added(self) -> dict[int, Any]:
+        return dict(self.backend.get_added_tokens_decoder())
+
+
+def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False) -> TargetTokenizer:
+    """Load a tokenizer from a folder or, by id, from the Hugging Face hub or its cache.
+
+    Args:
+        name_or_path: folder or id.
+        trust_remote_code: passed to transformers; a fast tokenizer needs no code of its own.
+
+    Raises:
+        TokenizerError: it isn't there, isn't a fast tokenizer, has no chat template, or gives other ids than its own
+            tokenizer.json.
+    """
+    name = str(name_or_path)
+    definition = _find_definition(name)
+    try:
+        loaded = PreTrainedTokenizerFast.from_pretrained(name, trust_remote_code=trust_remote_code)
+        raw = Tokenizer.from_file(str(definition))
+    except Exception as error:  # the tokenizers package raises plain Exception for a damaged file
+        raise TokenizerError(
+            f"The tokenizer {name} can't be loaded: {type(error).__name__}: {error}. "
+            f"Check {TOKENIZER_FILE} and tokenizer_config.json there."
+        ) from error
+    target = adapt_tokenizer(loaded, definition=definition)
+    _require_same_ids(name, raw, target.backend)
+    return target
+
+
+def adapt_tokenizer(tokenizer: PreTrainedTokenizerBase, *, definition: Path | None = None) -> TargetTokenizer:
+    """Use a tokenizer that transformers has loaded; its truncation and padding are switched off.
+
+    Raises:
+        TokenizerError: it isn't a fast tokenizer or has no chat template.
+    """
+    name = str(tokenizer.name_or_path)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise TokenizerError(
+            f"The tokenizer {name or type(tokenizer).__name__} isn't a fast one: expected one with a {TOKENIZER_FILE}, "
+            f"found {type(tokenizer).__name__}. Convert it with transformers and save it."
+        )
+    backend.no_truncation()
+    backend.no_padding()
+    special = {key: str(text) for key, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
+    return TargetTokenizer(name, backend, _template(name, tokenizer.chat_template, special), special, definition)
+
+
+def _template(name: str, chat_template: Any, special: Mapping[str, str]) -> ChatTemplate:
+    named = chat_template if isinstance(chat_template, dict) else {"default": chat_template}
+    source = named.get("default")
+    if not isinstance(source, str) or not source.strip():
+        raise TokenizerError(
+            f"The tokenizer {name} has no chat template: expected chat_template.jinja or a chat_template in "
+            f"tokenizer_config.json, found {sorted(named) if isinstance(chat_template, dict) else 'none'}. "
+            f"Copy the template of the server that sampled the completions."
+        )
+    return ChatTemplate(source, special, named.get("tool_use"))
+
+
+def _find_definition(name: str) -> Path:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        found = folder / TOKENIZER_FILE
+        if found.is_file():
+            return found
+        raise TokenizerError(
+            f"No {TOKENIZER_FILE} in {folder}: expected the folder of a fast tokenizer, found "
+            f"{', '.join(sorted(path.name for path in folder.iterdir())[:8]) or 'nothing'}."
+        )
+    if folder.exists() or folder.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
+        raise TokenizerError(f"No tokenizer folder {name}: expected a folder with {TOKENIZER_FILE}, or a hub id.")
+    try:
+        return Path(cached_file(name, TOKENIZER_FILE))
+    except (OSError, ValueError) as error:
+        raise TokenizerError(
+            f"The tokenizer {name} is neither a folder nor a hub id with a {TOKENIZER_FILE} that can be had "
+            f"here: {error}"
+        ) from error
+
+
+def _require_same_ids(name: str, raw: Tokenizer, loaded: Tokenizer) -> None:
+    """Refuse a tokenizer that transformers rebuilt with other rules than its tokenizer.json has."""
+    for text in TEXT_PROBES:
+        expected = raw.encode(text, add_special_tokens=False).ids
+        found = loaded.encode(text, add_special_tokens=False).ids
+        if found != expected:
+            raise TokenizerError(
+                f"The tokenizer {name} as transformers loads it gives other ids than its {TOKENIZER_FILE}: for "
+                f"{text!r} expected {expected[:12]}, found {found[:12]}. Its tokenizer_config.json names a class "
+                f"with other rules; set tokenizer_class to PreTrainedTokenizerFast."
+            )
+
+
+def _canonical_json(text: bytes) -> bytes:
+    """tokenizer.json with sorted keys, without formatting, and without what doesn't decide the ids here."""
+    definition = msgspec.json.decode(text)
+    definition.pop("truncation", None)
+    definition.pop("padding", None)
+    merges = definition.get("model", {}).get("merges")
+    if merges and isinstance(merges[0], str):  # older files join each pair with a space
+        definition["model"]["merges"] = [merge.split(" ") for merge in merges]
+    return msgspec.json.encode(definition, order="sorted")

@@ -1,0 +1,212 @@
+"""One assistant turn as two texts: what the server prefilled and what the target sampled.
+
+Prompt and response come from two renders: the history with the generation prompt, and the whole conversation. What
+the second adds to the first is the response. Role markers are never searched for: they may stand in anybody's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash.data.chat import THINKING_FLAG, ChatTemplate
+from dflash.data.control_tokens import ControlTokens
+from dflash.errors import RecordError
+
+# Rendered in place of a trace or an answer to see what the template puts around it.
+SENTINEL = "\ue001dflash\ue002"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An assistant turn.
+
+    Attributes:
+        message: the message, its content moved to the trace where only a trace was sampled.
+        prompt: what the server prefilled, generation prompt included.
+        response: what the template prints after it.
+        sampled_end: end of what the target sampled in `response`: behind the end-of-turn token if the turn ended,
+            else behind the last text before it.
+        control_spans: control tokens that the template itself wrote into `response`.
+        spells_control: whether the turn's own text spells a control token.
+    """
+
+    message: Mapping[str, Any]
+    prompt: str
+    response: str
+    sampled_end: int
+    control_spans: tuple[tuple[int, int], ...]
+    spells_control: bool
+
+    @property
+    def sampled(self) -> str:
+        """Text of what the target sampled."""
+        return self.response[: self.sampled_end]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A normalised conversation with what renders it.
+
+    Attributes:
+        messages: from `template_messages`.
+        kwargs: `chat_template_kwargs` of the record.
+    """
+
+    template: ChatTemplate
+    controls: ControlTokens
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Any] | None
+    kwargs: Mapping[str, Any]
+
+    def prompt(self, index: int) -> str:
+        """What the server prefilled before message `index` was sampled."""
+        kwargs = self.template.turn_kwargs(self.kwargs, self.messages[index])
+        return self.template.render(self.messages[:index], self.tools, kwargs, add_generation_prompt=True)
+
+    def turn(self, index: int, *, ended: bool) -> Turn:
+        """Split the assistant message `index`; `ended` says whether the end-of-turn token was sampled.
+
+        Raises:
+            RecordError: `template_error`; the render of the response doesn't continue the prompt's, or lacks text
+                of the message.
+        """
+        message = self._as_sampled(self.messages[index], ended=ended)
+        kwargs = self.template.turn_kwargs(self.kwargs, message)
+        history = self.messages[:index]
+        prompt = self.template.render(history, self.tools, kwargs, add_generation_prompt=True)
+        render = _TurnRender(self, history, kwargs, prompt)
+        response = render.response(message)
+        _require_printed(message, response)
+        spells_control = self.controls.spelled_in(dict(message))
+        spans = render.template_controls(message, response) if spells_control else self.controls.spans(response)
+        terminator = _terminator(spans, response)
+        if ended:
+            sampled_end = terminator[1] if terminator else len(response)
+        else:
+            sampled_end = render.cut_end(message, response, terminator[0] if terminator else len(response))
+        return Turn(message, prompt, response, sampled_end, tuple(spans), spells_control)
+
+    def _as_sampled(self, message: Mapping[str, Any], *, ended: bool) -> Mapping[str, Any]:
+        """`message`, its content moved to the trace where only a trace can have been sampled.
+
+        A request with thinking on that was cut before the trace's end has no closing tag, so some servers return
+        the trace as content.
+        """
+        thinking = self.template.reacts_to_thinking and self.kwargs.get(THINKING_FLAG) is True
+        if ended or not thinking or message.get("reasoning_content") or message.get("tool_calls"):
+            return message
+        content = message.get("content")
+        if not isinstance(content, str):
+            return message
+        return {**message, "reasoning_content": content, "thinking": content, "content": ""}
+
+
+@dataclass(frozen=True, slots=True)
+class _TurnRender:
+    """Renders of one turn with variants of its message; the prompt stays the same."""
+
+    conversation: Conversation
+    history: Sequence[Mapping[str, Any]]
+    kwargs: Mapping[str, Any]
+    prompt: str
+
+    def response(self, message: Mapping[str, Any]) -> str:
+        """What the template prints for `message` after the prompt."""
+        full = self._full(message)
+        if full.startswith(self.prompt):
+            return full[len(self.prompt) :]
+        return full[self._header_end(message, full) :]
+
+    def template_controls(self, message: Mapping[str, Any], response: str) -> list[tuple[int, int]]:
+        """Control tokens that the template wrote, where the message's own text spells some too."""
+        controls = self.conversation.controls
+        masked = self.response(controls.masked(dict(message)))
+        if len(masked) != len(response):
+            raise RecordError(
+                "template_error",
+                "the response spells control tokens and the template changes their text, so they can't be told "
+                "from its own. Record output_token_ids for such completions.",
+            )
+        return controls.spans(masked)
+
+    def cut_end(self, message: Mapping[str, Any], response: str, end: int) -> int:
+        """End of the sampled text of a response that was cut, at most `end`, the template's end-of-turn token."""
+        if message.get("tool_calls"):
+            return end
+        field = "content" if _text(message.get("content")).strip() else "reasoning_content"
+        if response[:end].endswith(_text(message[field]).strip()):
+            return end
+        parts = self.response({**message, **_fields(field, SENTINEL)}).split(SENTINEL)
+        after = parts[-1]
+        if len(parts) < 2 or not response.endswith(after):
+            raise RecordError(
+                "template_error",
+                f"the response was cut inside {field}, but what the template prints after that can't be found. "
+                f"Record output_token_ids for such completions.",
+            )
+        return len(response) - len(after)
+
+    def _full(self, message: Mapping[str, Any]) -> str:
+        conversation = self.conversation
+        return conversation.template.render(
+            [*self.history, message], conversation.tools, self.kwargs, add_generation_prompt=False
+        )
+
+    def _header_end(self, message: Mapping[str, Any], full: str) -> int:
+        """Where the response starts in a render that doesn't continue the prompt.
+
+        Some templates prefill a closed, empty trace when thinking is off, but don't print it for the answer. The
+        response then starts behind the turn's header, which a render with a sentinel for the answer shows.
+        """
+        bare = self._full({"role": "assistant", "content": SENTINEL})
+        header = bare[: bare.index(SENTINEL)] if SENTINEL in bare else None
+        thinking_off = self.kwargs.get(THINKING_FLAG) is False and not message.get("reasoning_content")
+        if header and thinking_off and self.prompt.startswith(header) and full.startswith(header):
+            return len(header)
+        raise RecordError("template_error", _difference(self.prompt, full))
+
+
+def _require_printed(message: Mapping[str, Any], response: str) -> None:
+    """Refuse a response that lacks text of the message: the target sampled it, so the ids would be wrong."""
+    for field in ("reasoning_content", "content"):
+        value = message.get(field)
+        texts = [value] if isinstance(value, str) else [_text([part]) for part in value or ()]
+        for text in texts:
+            if text.strip() not in response:
+                raise RecordError(
+                    "template_error",
+                    f"the chat template doesn't print the {field} of the last turn as it is: "
+                    f"{text.strip()[:60]!r} is not in its render {response[:60]!r}. The target sampled it, so use the "
+                    f"template of the server that sampled it, or record output_token_ids.",
+                )
+
+
+def _terminator(spans: Sequence[tuple[int, int]], response: str) -> tuple[int, int] | None:
+    """The control token that ends the turn: the template's last one, with nothing but white space after it."""
+    if spans and not response[spans[-1][1] :].strip():
+        return spans[-1]
+    return None
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+    return "".join(str(part.get("text") or "") if isinstance(part, Mapping) else str(part) for part in content)
+
+
+def _fields(field: str, value: str) -> dict[str, str]:
+    return {field: value} if field == "content" else {field: value, "thinking": value}
+
+
+def _difference(prompt: str, full: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(prompt, full, strict=False)) if a != b), min(len(prompt), len(full)))
+    start = max(at - 20, 0)
+    return (
+        "the render of the response doesn't continue the prompt's, so what was sampled can't be told: at character "
+        f"{at} the prompt has {prompt[start : at + 40]!r}, the conversation has {full[start : at + 40]!r}. Check "
+        f"chat_template_kwargs (such as {THINKING_FLAG}) and the template, or record output_token_ids."
+    )
