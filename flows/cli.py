@@ -9,6 +9,7 @@ import typer
 
 from dflash.errors import DflashError
 from flows.cli_data import inspect_command, tokenize_command, verify_command
+from flows.cli_demo import demo_command
 from flows.cli_stack import down, status, up
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command("up")(up)
 app.command("down")(down)
 app.command("status")(status)
+app.command("demo")(demo_command)
 app.command("tokenize")(tokenize_command)
 app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dflash.config import TokenizeRun
 from dflash.errors import DamagedDatasetError
-from flows.connection import HOME, orchestrator, store_credentials
+from flows.connection import cache, orchestrator, store_credentials
 from flows.parameters import load_parameters
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with the flow's parameters.")]
@@ -65,7 +65,7 @@ def inspect_command(
     from dflash.data.inspect import load_sample, render_sample
     from dflash.data.tokenizer import load_tokenizer
 
-    root = DatasetRoot.open(dataset, store_credentials(), HOME / "cache")
+    root = DatasetRoot.open(dataset, store_credentials(), cache())
     manifest = root.manifest(version)
     found = load_sample(root, manifest, sample if sample_id is None else sample_id)
     if as_json:
@@ -83,7 +83,7 @@ def verify_command(
     from dflash.data.dataset import DatasetRoot
     from dflash.data.verify import verify_dataset
 
-    root = DatasetRoot.open(dataset, store_credentials(), HOME / "cache")
+    root = DatasetRoot.open(dataset, store_credentials(), cache())
     report = verify_dataset(root, root.manifest(version))
     print_result(report.to_json(), as_json=as_json)
     if report.problems:
