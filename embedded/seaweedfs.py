@@ -102,6 +102,7 @@ def start_seaweedfs(directory: Path, config: SeaweedConfig | None = None) -> Sea
     directory = directory.absolute()
     (directory / "data").mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
+    problem: str | None = None
     with _start_lock(directory):
         for attempt in range(1, config.start_attempts + 1):
             state = _load_state(directory)
@@ -109,12 +110,13 @@ def start_seaweedfs(directory: Path, config: SeaweedConfig | None = None) -> Sea
             if identity is None:
                 state = _with_free_ports(directory, state, fresh=attempt > 1)
                 identity = _launch(directory, state, config)
-            if _wait_until_ready(identity, state, config):
+            problem = _wait_until_ready(identity, state, config)
+            if problem is None:
                 return _server(directory, state, config, identity)
             stop_process(identity)
     raise ServiceError(
-        f"SeaweedFS in {directory} did not answer within {config.ready_timeout_s} s in {config.start_attempts} starts; "
-        f"last lines of {directory / 'weed.log'}:\n{tail(directory / 'weed.log')}"
+        f"SeaweedFS in {directory} did not answer within {config.ready_timeout_s} s in {config.start_attempts} starts "
+        f"({problem}); last lines of {directory / 'weed.log'}:\n{tail(directory / 'weed.log')}"
     )
 
 
@@ -126,7 +128,7 @@ def find_seaweedfs(directory: Path, config: SeaweedConfig | None = None) -> Seaw
         return None
     config = config or SeaweedConfig()
     state = _load_state(directory)
-    return _server(directory, state, config, identity) if _answers(state, config) else None
+    return _server(directory, state, config, identity) if _find_problem(state, config) is None else None
 
 
 def stop_seaweedfs(directory: Path) -> bool:
@@ -207,19 +209,22 @@ def _with_free_ports(directory: Path, state: SeaweedState, *, fresh: bool) -> Se
     return state
 
 
-def _wait_until_ready(identity: ProcessIdentity, state: SeaweedState, config: SeaweedConfig) -> bool:
+def _wait_until_ready(identity: ProcessIdentity, state: SeaweedState, config: SeaweedConfig) -> str | None:
+    """Return None when the server is ready, else the last thing that failed."""
     deadline = time.monotonic() + config.ready_timeout_s
-    while time.monotonic() < deadline and identity.is_running:
-        if _answers(state, config):
-            return True
-        time.sleep(0.2)
-    return False
+    problem: str | None = "not asked yet"
+    while problem is not None and time.monotonic() < deadline:
+        if not identity.is_running:
+            return "the process ended"
+        problem = _find_problem(state, config)
+        time.sleep(0.0 if problem is None else 0.2)
+    return problem
 
 
-def _answers(state: SeaweedState, config: SeaweedConfig) -> bool:
-    """Tell whether signed requests are answered, the bucket is there (it is made) and takes conditional writes."""
+def _find_problem(state: SeaweedState, config: SeaweedConfig) -> str | None:
+    """Ask signed, make the bucket if it's missing, and write on condition; return what fails of this."""
     if is_port_free(state.ports["s3"]):
-        return False
+        return f"nothing listens on port {state.ports['s3']}"
     from botocore.exceptions import BotoCoreError, ClientError  # slow to import, needed here only
 
     credentials = _credentials(state)
@@ -229,9 +234,9 @@ def _answers(state: SeaweedState, config: SeaweedConfig) -> bool:
         if config.bucket not in names:
             client.create_bucket(Bucket=config.bucket)
         open_store(f"s3://{config.bucket}", credentials, _PROBE_LIMITS).probe_conditional_writes()
-    except (BotoCoreError, ClientError, StorageError):
-        return False
-    return True
+    except (BotoCoreError, ClientError, StorageError) as error:
+        return str(error)
+    return None
 
 
 def _server(directory: Path, state: SeaweedState, config: SeaweedConfig, identity: ProcessIdentity) -> SeaweedServer:

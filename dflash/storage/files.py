@@ -7,10 +7,11 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash.errors import IntegrityError
+from dflash.errors import IntegrityError, StorageError
 
 _CHUNK_BYTES = 4 << 20
 _HIDDEN = re.compile(r"\..+\.(part|lock)")
@@ -47,15 +48,16 @@ def write_part(path: Path, chunks: Iterable[bytes], *, with_md5: bool = False) -
     Returns:
         Size and digests of what was written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with path.open("xb") as file:
-            digest = digest_chunks(tee(chunks, file.write), with_md5=with_md5)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
+    with os_errors_as_storage_errors(str(path)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with path.open("xb") as file:
+                digest = digest_chunks(tee(chunks, file.write), with_md5=with_md5)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
     return digest
 
 
@@ -68,8 +70,30 @@ def tee(chunks: Iterable[bytes], write: Callable[[bytes], object]) -> Iterator[b
 
 def move_into_place(part: Path, path: Path) -> None:
     """Rename a finished part file over `path` and make the rename durable."""
-    part.replace(path)
-    sync_folder(path.parent)
+    with os_errors_as_storage_errors(str(path)):
+        part.replace(path)
+        sync_folder(path.parent)
+
+
+@contextmanager
+def os_errors_as_storage_errors(where: str) -> Iterator[None]:
+    """Translate failures of the file system."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{where}: the file system failed: {error}") from error
+
+
+def source_size(source: bytes | Path) -> int:
+    """Return the size of what is to be stored.
+
+    Raises:
+        StorageError: the file is missing or can't be looked at.
+    """
+    if isinstance(source, bytes):
+        return len(source)
+    with os_errors_as_storage_errors(f"source {source}"):
+        return source.stat().st_size
 
 
 def sync_folder(folder: Path) -> None:

@@ -26,7 +26,9 @@ from dflash.storage.files import (
     is_hidden,
     lock_path,
     move_into_place,
+    os_errors_as_storage_errors,
     part_path,
+    source_size,
     sync_folder,
     tee,
     write_part,
@@ -94,15 +96,21 @@ class LocalStore(Store):
             move_into_place(part, path)
         finally:
             part.unlink(missing_ok=True)
-        etag = digest.sha256 if digest.size <= _ETAG_BYTES else None
-        return Transfer(digest.size, digest.sha256, etag, "size" if sha256 is None else "sha256")
+        return _transfer(digest, sha256)
+
+    def verify(self, key: str, *, expect: ObjectInfo | None = None, sha256: str | None = None) -> Transfer:
+        """See `Store.verify`."""
+        with _as_storage_error(self._uri(key)):
+            digest = _digest_file(self._path(key))
+        self._check(key, digest, expect, sha256)
+        return _transfer(digest, sha256)
 
     def put_if_absent(self, key: str, source: bytes | Path, *, sha256: str | None = None) -> bool:
         """See `Store.put_if_absent`; by a hard link, which fails where the name is taken."""
         path = self._path(key, for_writing=True)
         part = part_path(path)
         chunks = [source] if isinstance(source, bytes) else file_chunks(source)
-        size = len(source) if isinstance(source, bytes) else source.stat().st_size
+        size = source_size(source)
         try:
             with _as_storage_error(self._uri(key)):
                 digest = write_part(part, chunks)
@@ -180,6 +188,10 @@ class LocalStore(Store):
         self._check(info.key, digest, info, None)
         return f"sha256:{digest.sha256}"
 
+    def local_path(self, key: str) -> Path | None:
+        """See `Store.local_path`; the file need not exist."""
+        return self._path(key)
+
     def probe_conditional_writes(self) -> None:
         """See `Store.probe_conditional_writes`: links and locks work here."""
         key = f"dflash-probe-{uuid.uuid4().hex}"
@@ -242,6 +254,11 @@ def _digest_file(path: Path) -> Digest:
     return digest_chunks(file_chunks(path))
 
 
+def _transfer(digest: Digest, sha256: str | None) -> Transfer:
+    etag = digest.sha256 if digest.size <= _ETAG_BYTES else None
+    return Transfer(digest.size, digest.sha256, etag, "size" if sha256 is None else "sha256")
+
+
 def _raise_unless_missing(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError):
         raise error
@@ -263,10 +280,9 @@ def _lock(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _as_storage_error(where: str) -> Iterator[None]:
-    """Translate failures of the file system."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise ObjectNotFoundError(f"{where}: no such object") from error
-    except OSError as error:
-        raise StorageError(f"{where}: the file system failed: {error}") from error
+    """Translate failures of the file system; a missing file is a missing object."""
+    with os_errors_as_storage_errors(where):
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise ObjectNotFoundError(f"{where}: no such object") from error

@@ -16,7 +16,9 @@ from dflash.storage.files import (
     digest_chunks,
     file_chunks,
     move_into_place,
+    os_errors_as_storage_errors,
     part_path,
+    source_size,
     tee,
     write_part,
 )
@@ -95,12 +97,17 @@ class S3Store(Store):
 
         return self._run(key, fetch_file)
 
+    def verify(self, key: str, *, expect: ObjectInfo | None = None, sha256: str | None = None) -> Transfer:
+        """See `Store.verify`."""
+        info = expect or self.head(key)
+        return self._run(key, lambda: self._fetch(key, info, sha256, _digest_stream))
+
     def put_if_absent(self, key: str, source: bytes | Path, *, sha256: str | None = None) -> bool:
         """See `Store.put_if_absent`."""
-        size = len(source) if isinstance(source, bytes) else source.stat().st_size
+        size = source_size(source)
         if size > self.limits.multipart_threshold_bytes:
             return self._put_large(key, source, size, sha256)
-        data = source if isinstance(source, bytes) else source.read_bytes()
+        data = source if isinstance(source, bytes) else _read_source(source)
         digest = digest_chunks([data])
         check_digest(f"source of {self._uri(key)}", digest, size=size, sha256=sha256)
         try:
@@ -141,7 +148,11 @@ class S3Store(Store):
             source = self.head(source_key)
             if source.size != size:
                 raise IntegrityError(f"{self._uri(source_key)}: expected {size} bytes, found {source.size}")
-            return self._control.copy(source, target_store.location, check_key(target_key), sha256)
+            copied = self._control.copy(source, target_store.location, check_key(target_key), sha256)
+            if sha256 is not None and copied.checked_by == "size":
+                # The server told nothing about the copy's content, so its bytes have to.
+                return target_store.verify(target_key, expect=ObjectInfo(target_key, size, copied.etag), sha256=sha256)
+            return copied
         with tempfile.TemporaryDirectory(prefix="dflash-copy-") as folder:
             path = Path(folder) / "object"
             transfer = self.download(source_key, path, sha256=sha256)
@@ -195,8 +206,8 @@ class S3Store(Store):
 
     def _put(self, key: str, data: bytes, mode: PutMode) -> str | None:
         path = self._path(key)
-        self.counters.add(TransferCounts(bytes_up=len(data)))
         result = self._run(key, lambda: self._client.put(path, data, mode=mode, use_multipart=False))
+        self.counters.add(TransferCounts(bytes_up=len(data)))
         return unquote_etag(result["e_tag"])
 
     def _put_large(self, key: str, source: bytes | Path, size: int, sha256: str | None) -> bool:
@@ -216,7 +227,12 @@ class S3Store(Store):
         """Read back what has the key: another object there must never pass as stored."""
         info = self.head(key)
         self._check_size(info, digest.size)
-        self._run(key, lambda: self._fetch(key, info, digest.sha256, _digest_stream))
+        found = self.verify(key, expect=info)
+        if found.sha256 != digest.sha256:
+            raise IntegrityError(
+                f"{self._uri(key)}: is there already with other content (sha256 {found.sha256}; {digest.sha256} was to "
+                "be stored): remove it or take another key"
+            )
 
     def _check_size(self, info: ObjectInfo, size: int) -> None:
         if info.size != size:
@@ -268,6 +284,11 @@ class S3Store(Store):
 
     def _uri(self, key: str) -> str:
         return f"{self.uri}/{key}"
+
+
+def _read_source(path: Path) -> bytes:
+    with os_errors_as_storage_errors(f"source {path}"):
+        return path.read_bytes()
 
 
 def _digest_stream(stream: Iterable[bytes], with_md5: bool) -> Digest:

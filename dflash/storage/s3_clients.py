@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import obstore
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
@@ -50,6 +51,12 @@ class S3Credentials(BaseModel):
         """Whether the endpoint is asked without TLS."""
         return self.endpoint_url is not None and self.endpoint_url.startswith("http://")
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the endpoint is on this machine, where no proxy may stand between."""
+        host = urlsplit(self.endpoint_url or "").hostname or ""
+        return host in {"localhost", "::1"} or host.startswith("127.")
+
 
 def open_obstore(bucket: str, credentials: S3Credentials, limits: TransferLimits) -> obstore.store.S3Store:
     """Open the client for bytes: one try a call (retries are ours), SHA256 on uploads, deadlines on every read.
@@ -64,6 +71,10 @@ def open_obstore(bucket: str, credentials: S3Credentials, limits: TransferLimits
         "read_timeout": timedelta(seconds=limits.read_timeout_s),
         "timeout": timedelta(seconds=limits.object_timeout_s),
     }
+    if credentials.is_loopback:
+        # The one way to keep it from the proxy of HTTP_PROXY: name one, and except this machine from it.
+        client_options["proxy_url"] = "http://127.0.0.1:9"
+        client_options["proxy_excludes"] = "localhost,127.0.0.0/8,::1"
     return obstore.store.S3Store(
         bucket,
         aws_endpoint_url_s3=endpoint.rstrip("/"),
@@ -106,6 +117,7 @@ def open_botocore(credentials: S3Credentials, limits: TransferLimits, *, read_ti
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
             max_pool_connections=32,
+            proxies={} if credentials.is_loopback else None,
         ),
         **keys,
     )

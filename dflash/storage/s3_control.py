@@ -58,7 +58,7 @@ class S3Control:
     def is_encrypted_by_key(self, key: str) -> bool:
         """Tell whether an object is encrypted with KMS or a customer's key, whose ETags are no MD5."""
         reply = self._run(key, lambda: self._client().head_object(**self._target(key)))
-        return "SSECustomerAlgorithm" in reply or str(reply.get("ServerSideEncryption", "")).startswith("aws:kms")
+        return _is_encrypted_by_key(reply)
 
     def upload(self, key: str, source: bytes | Path, size: int) -> bool:
         """Upload in parts; return False where another object got the key first (its content is to be compared).
@@ -68,6 +68,7 @@ class S3Control:
         upload = self._begin(self._target(key), key, checksum="SHA256")
         try:
             upload_in_parts(upload, source, size, self._limits.part_bytes)
+            self._counters.add(TransferCounts(bytes_up=size))
             upload.complete(if_none_match=True)
         except BaseException as error:
             upload.abort()
@@ -82,12 +83,12 @@ class S3Control:
         found = self._find(wanted, target_key)
         if found is None:
             self._copy_to(wanted, source)
+            self._counters.add(TransferCounts(bytes_copied=source.size))
             found = self._find(wanted, target_key)
         uri = f"{target.uri}/{target_key}"
         if found is None or found["ContentLength"] != source.size:
             size = None if found is None else found["ContentLength"]
             raise IntegrityError(f"{uri}: expected a copy of {source.size} bytes, found {size}")
-        self._counters.add(TransferCounts(bytes_copied=source.size))
         return Transfer(source.size, "", unquote_etag(found["ETag"]), _check_copy(uri, source, found, sha256))
 
     def list_uploads(self, prefix: str) -> tuple[UploadInfo, ...]:
@@ -220,7 +221,10 @@ def unquote_etag(etag: str | None) -> str | None:
 
 
 def _check_copy(uri: str, source: ObjectInfo, found: dict[str, Any], sha256: str | None) -> Check:
-    """Compare a copy with its source by the strongest mark that the server gives."""
+    """Compare a copy with its source by the strongest mark that the server gives.
+
+    An equal ETag is taken as such; another one says nothing where either is a count of parts or a key encrypts.
+    """
     checksum = found.get("ChecksumSHA256", "")
     if sha256 is not None and checksum and "-" not in checksum:
         if base64.b64decode(checksum).hex() != sha256.lower():
@@ -228,6 +232,13 @@ def _check_copy(uri: str, source: ObjectInfo, found: dict[str, Any], sha256: str
                 f"{uri}: expected sha256 {sha256}, the server computed {checksum} (base64) for the copy"
             )
         return "sha256"
-    if unquote_etag(found["ETag"]) == source.etag and "-" not in (source.etag or "-"):
+    etag = unquote_etag(found["ETag"])
+    if etag == source.etag:
         return "etag"
+    if "-" not in f"{etag}{source.etag}" and not _is_encrypted_by_key(found):
+        raise IntegrityError(f"{uri}: expected the content of ETag {source.etag}, found {etag}: other content is there")
     return "size"
+
+
+def _is_encrypted_by_key(reply: dict[str, Any]) -> bool:
+    return "SSECustomerAlgorithm" in reply or str(reply.get("ServerSideEncryption", "")).startswith("aws:kms")

@@ -62,7 +62,7 @@ def classify(error: BaseException, where: str, bucket: str) -> Failure | None:
 
 
 def _classify_botocore(error: BaseException, where: str, bucket: str) -> Failure | None:
-    if not type(error).__module__.startswith(("botocore", "urllib3")) and not hasattr(error, "response"):
+    if not type(error).__module__.startswith(("botocore", "urllib3")):
         return None
     response = getattr(error, "response", None) or {}
     code = str(response.get("Error", {}).get("Code", ""))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.errors import ObjectNotFoundError
-from dflash.storage.files import file_chunks
+from dflash.storage.files import file_chunks, os_errors_as_storage_errors
 
 _MAX_PARTS = 10_000  # the limit of S3
 _PARALLEL_PARTS = 4  # memory is this many parts; embedded servers slow down beyond it
@@ -64,10 +64,7 @@ def upload_in_parts(upload: MultipartUpload, source: bytes | Path, size: int, pa
     """Send all parts, some at a time, each with its SHA256, which the server compares."""
 
     def send(number: int, offset: int, length: int) -> dict[str, Any]:
-        if isinstance(source, bytes):
-            body = source[offset : offset + length]
-        else:
-            body = b"".join(file_chunks(source, offset=offset, size=length))
+        body = _read_part(source, offset, length)
         checksum = base64.b64encode(hashlib.sha256(body).digest()).decode()
         reply = upload.run(
             lambda: upload.client.upload_part(
@@ -95,6 +92,13 @@ def copy_in_parts(upload: MultipartUpload, origin: dict[str, Any], size: int, pa
         return {"PartNumber": number, "ETag": reply["CopyPartResult"]["ETag"]}
 
     upload.parts = _in_parallel(copy, size, part_bytes)
+
+
+def _read_part(source: bytes | Path, offset: int, length: int) -> bytes:
+    if isinstance(source, bytes):
+        return source[offset : offset + length]
+    with os_errors_as_storage_errors(f"source {source}"):
+        return b"".join(file_chunks(source, offset=offset, size=length))
 
 
 def _in_parallel(work: Callable[[int, int, int], dict[str, Any]], size: int, part_bytes: int) -> list[dict[str, Any]]:

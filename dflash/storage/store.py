@@ -137,6 +137,10 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def verify(self, key: str, *, expect: ObjectInfo | None = None, sha256: str | None = None) -> Transfer:
+        """Read an object through without keeping it, pinned and checked as by `download`."""
+
+    @abstractmethod
     def put_if_absent(self, key: str, source: bytes | Path, *, sha256: str | None = None) -> bool:
         """Store an object that isn't there yet; return False where the same content is there already.
 
@@ -191,6 +195,10 @@ class Store(ABC):
     @abstractmethod
     def identify(self, info: ObjectInfo) -> str:
         """Return a mark of a listed object's content, for fingerprints: `etag:...` on S3, `sha256:...` in a folder."""
+
+    def local_path(self, key: str) -> Path | None:  # noqa: ARG002 (only folders have paths)
+        """Return where an object lies as a file, for readers that map it; None where it is on a server."""
+        return None
 
     @abstractmethod
     def probe_conditional_writes(self) -> None:
