@@ -106,7 +106,7 @@ class Projections(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         """[X, heads * D] to [heads, X, D]."""
-        return x.view(x.shape[0], -1, self.head_dim).transpose(0, 1)
+        return x.view(x.shape[0], x.shape[1] // self.head_dim, self.head_dim).transpose(0, 1)
 
 
 class DraftLayer(nn.Module):

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from dflash.errors import ModelError, UsageError
 
 LayerType = Literal["sliding_attention", "full_attention"]
+MAX_LAYERS = 1024  # far above any drafter; a damaged config.json must not allocate by its numbers
 
 
 class DrafterConfig(BaseModel):
@@ -30,7 +31,7 @@ class DrafterConfig(BaseModel):
 
     hidden_size: int = Field(ge=1, description="H, the same as the target's.")
     intermediate_size: int = Field(ge=1, description="I, width of the SwiGLU MLP.")
-    num_hidden_layers: int = Field(ge=1, description="Draft layers.")
+    num_hidden_layers: int = Field(ge=1, le=MAX_LAYERS, description="Draft layers.")
     num_attention_heads: int = Field(ge=1, description="Q, query heads.")
     num_key_value_heads: int = Field(ge=1, description="G, key/value heads.")
     head_dim: int = Field(ge=2, description="D, size of one head.")
@@ -125,15 +126,16 @@ class DrafterConfig(BaseModel):
             ModelError: a field is missing, or says something this network doesn't do.
         """
         _refuse_foreign(config)
-        draft = config.get("dflash_config") or {}
+        draft = _section(config, "dflash_config")
         fields = {name: config[name] for name in cls.model_fields if config.get(name) is not None}
         fields["rope_theta"] = _rope_theta(config)
         fields["mask_token_id"] = draft.get("mask_token_id")
         fields["target_layer_ids"] = draft.get("target_layer_ids")
         fields["block_size"] = config.get("block_size") or draft.get("block_size")
-        if "layer_types" not in fields:
-            fields["layer_types"] = ("full_attention",) * int(config.get("num_hidden_layers", 0))
-        if "sliding_attention" not in fields["layer_types"]:
+        num_layers = config.get("num_hidden_layers")
+        if not fields.get("layer_types") and isinstance(num_layers, int) and num_layers <= MAX_LAYERS:
+            fields["layer_types"] = ("full_attention",) * num_layers
+        if not config.get("use_sliding_window", True):
             fields.pop("sliding_window", None)
         return cls._validated(fields, "config.json of the drafter")
 
@@ -269,22 +271,18 @@ def _target_rope_theta(text_config: Any) -> float:
 
 def _refuse_foreign(config: Mapping[str, Any]) -> None:
     """Refuse settings of a `config.json` that this network would silently ignore."""
-    parameters = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or {}
-    found = {
-        "architectures": (config.get("architectures"), (None, ["DFlashDraftModel"])),
-        "hidden_act": (config.get("hidden_act"), (None, "silu")),
-        "attention_bias": (config.get("attention_bias"), (None, False)),
-        "partial_rotary_factor": (
-            parameters.get("partial_rotary_factor", config.get("partial_rotary_factor")),
-            (None, 1, 1.0),
-        ),
-        "rope_type": (
-            parameters.get("rope_type") or scaling.get("rope_type") or scaling.get("type"),
-            (None, "default"),
-        ),
+    parameters, scaling = _section(config, "rope_parameters"), _section(config, "rope_scaling")
+    allowed: dict[str, tuple[Any, ...]] = {
+        "architectures": (["DFlashDraftModel"],),
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "partial_rotary_factor": (1, 1.0),
+        "rope_type": ("default",),
     }
-    wrong = {name: value for name, (value, allowed) in found.items() if value not in allowed}
+    found = [(name, config.get(name)) for name in allowed]
+    found += [("partial_rotary_factor", parameters.get("partial_rotary_factor"))]
+    found += [("rope_type", value) for value in (parameters.get("rope_type"), *map(scaling.get, ("rope_type", "type")))]
+    wrong = {name: value for name, value in found if value is not None and value not in allowed[name]}
     if wrong:
         raise ModelError(
             f"config.json describes a drafter this network can't run: {wrong}; expected DFlashDraftModel with silu, "
@@ -292,10 +290,18 @@ def _refuse_foreign(config: Mapping[str, Any]) -> None:
         )
 
 
-def _rope_theta(config: Mapping[str, Any]) -> float | None:
+def _rope_theta(config: Mapping[str, Any]) -> Any:
     """The rotary base; the two places that may name it must agree."""
-    places = (config.get("rope_theta"), (config.get("rope_parameters") or {}).get("rope_theta"))
-    values = {float(value) for value in places if value is not None}
-    if len(values) > 1:
+    places = (config.get("rope_theta"), _section(config, "rope_parameters").get("rope_theta"))
+    named = [place for place in places if place is not None]
+    if any(place != named[0] for place in named):
         raise ModelError(f"config.json has rope_theta {places[0]} but rope_parameters.rope_theta {places[1]}")
-    return next(iter(values), None)
+    return named[0] if named else None
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A nested object of a `config.json`; absent and null are empty."""
+    section = config.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise ModelError(f"config.json: expected an object at {name}, found {type(section).__name__}")
+    return section
