@@ -6,12 +6,9 @@ keys of tools and arguments are kept as written, a damaged line costs no other l
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from dflash.data.lines import Line, ReadLimits, iter_lines
 from dflash.data.messages import normalise_message
@@ -21,9 +18,9 @@ from dflash.errors import ObjectNotFoundError, RecordError
 
 __all__ = ["Completion", "ReadLimits", "Reason", "Reject", "normalise_record", "read_completions"]
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 FINISH_REASONS = {"eos": "stop", "eos_token": "stop", "max_tokens": "length"}
 DEFAULT_LIMITS = ReadLimits()
+_MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -202,14 +199,10 @@ def _token_ids(record: dict[str, Any], name: str) -> list[int] | None:
     ids = record.get(name)
     if not ids and (ids is None or ids == []):
         return None
-    if isinstance(ids, list) and set(map(type, ids)) == {int}:
-        try:
-            packed = array("i", ids)
-        except OverflowError:
-            packed = array("i", [-1])
-        if np.frombuffer(packed, dtype=np.intc).min() >= 0:
-            return ids
-    raise bad_field(name, "a list of integers between 0 and 2147483647", ids)
+    # A comprehension that keeps the wrong ones is twice as fast as all() with a generator.
+    if isinstance(ids, list) and not [i for i in ids if i.__class__ is not int or not 0 <= i <= _MAX_TOKEN_ID]:
+        return ids
+    raise bad_field(name, f"a list of integers between 0 and {_MAX_TOKEN_ID}", ids)
 
 
 def _not_an_object(value: Any) -> RecordError:
