@@ -146,8 +146,8 @@ class QualityReport(Contract):
 
     @property
     def failures(self) -> tuple[Finding, ...]:
-        """The findings that stop the batch, worst first: furthest beyond their limit."""
-        return tuple(sorted((item for item in self.findings if not item.passed), key=_excess, reverse=True))
+        """The findings that stop the batch; rules that name a cause come before those that see its effects."""
+        return tuple(finding for finding in self.findings if not finding.passed)
 
 
 def format_value(value: float | None, unit: Unit) -> str:
@@ -164,13 +164,6 @@ def printable(text: str) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode() for char in text
     )
-
-
-def _excess(finding: Finding) -> float:
-    value = finding.value or 0.0
-    above = (value + 1e-9) / (finding.at_most + 1e-9) if finding.at_most is not None else 0.0
-    below = (finding.at_least + 1e-9) / (value + 1e-9) if finding.at_least is not None else 0.0
-    return max(above, below)
 
 
 def _add(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
