@@ -32,9 +32,7 @@ Open {ui_url}
 """
 
 
-def up(
-    project: Project = Path(), deployments: Deployments = stack.DEPLOYMENTS, as_json: Json = False
-) -> None:
+def up(project: Project = Path(), deployments: Deployments = stack.DEPLOYMENTS, as_json: Json = False) -> None:
     """Start the object store, Prefect server, workers and deployments; repair what doesn't run."""
     status_now = stack.up(project, _say, deployments)
     if as_json:

@@ -1,0 +1,197 @@
+"""The parts of the stack: which run, which answer, and how one that doesn't is started."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from dflash.errors import ServiceError
+from embedded.marked import find_marked
+from embedded.prefect_server import server_command, start_prefect_server, wait_for_prefect_server
+from embedded.processes import (
+    ProcessIdentity,
+    find_free_ports,
+    find_process,
+    identify_process,
+    is_port_free,
+    start_process,
+    stop_process,
+    tail,
+)
+from embedded.seaweedfs import find_seaweedfs
+from embedded.stack_set_up import set_up_environment
+from embedded.stack_state import StackFolder, StackState
+
+OBJECT_STORE = "object-store"
+SERVER = "prefect-server"
+WORKERS = {"cpu": "worker-cpu", "b200": "worker-b200"}
+"""Part names of the workers by work pool."""
+
+WORKER_TIMEOUT_S = 90
+STUCK_TIMEOUT_S = 30
+"""How long a server that ran before may stay silent until it is started anew."""
+
+Health = Literal["healthy", "unhealthy", "dead"]
+
+
+@dataclass(frozen=True, slots=True)
+class PartStatus:
+    """One part.
+
+    Attributes:
+        name: part name.
+        pid: its process, None where there is none.
+        port: where it listens; None for workers, which only call, and for an object store that doesn't run.
+        health: `dead` without a process, `unhealthy` when the process doesn't answer.
+    """
+
+    name: str
+    pid: int | None
+    port: int | None
+    health: Health
+
+
+def look_at_parts(folder: StackFolder, state: StackState) -> tuple[PartStatus, ...]:
+    """Status of each part, asked now."""
+    store_process, store = find_process(folder.s3 / "weed.pid"), find_seaweedfs(folder.s3)
+    return (
+        _status(OBJECT_STORE, store_process, store.ports["s3"] if store else None, answers=store is not None),
+        _status(SERVER, state.running(SERVER), state.prefect_port, answers=state.api.is_healthy()),
+        *(_status(part, state.running(part), None, answers=_is_online(state, pool)) for pool, part in WORKERS.items()),
+    )
+
+
+def ensure_server(folder: StackFolder, state: StackState) -> StackState:
+    """Start the Prefect server unless it runs; doesn't wait for it."""
+    process = _find_part(folder, state, SERVER, server_command())
+    if process is None:
+        if not is_port_free(state.prefect_port):
+            # Another program took it meanwhile. The workers talk to the old address: they are started anew.
+            for part in WORKERS.values():
+                _stop_part(state, part)
+            state = state.model_copy(update={"prefect_port": find_free_ports(1)[0]})
+        process = start_prefect_server(folder.home, state.api, folder.marker)
+    return _record(folder, state, SERVER, process)
+
+
+def wait_for_server(folder: StackFolder, state: StackState) -> StackState:
+    """Wait for the server; one that ran before and hangs is started anew.
+
+    Raises:
+        ServiceError: it doesn't answer.
+    """
+    process = state.processes[SERVER]
+    if _age_s(process) > STUCK_TIMEOUT_S:
+        deadline = time.monotonic() + STUCK_TIMEOUT_S
+        while process.is_running and not state.api.is_healthy() and time.monotonic() < deadline:
+            time.sleep(0.5)
+        if not state.api.is_healthy():
+            _stop_part(state, SERVER)
+            process = start_prefect_server(folder.home, state.api, folder.marker)
+            state = _record(folder, state, SERVER, process)
+    wait_for_prefect_server(folder.home, state.api, process)
+    return state
+
+
+def ensure_workers(folder: StackFolder, state: StackState) -> StackState:
+    """Start each worker that doesn't run; doesn't wait for them."""
+    for pool, part in WORKERS.items():
+        command = worker_command(pool)
+        process = _find_part(folder, state, part, command)
+        if process is None:
+            process = start_process(
+                command,
+                log=_worker_log(folder, part),
+                folder=folder.project,
+                environment=set_up_environment(folder),
+                attached=False,
+            )
+        state = _record(folder, state, part, process)
+    return state
+
+
+def wait_for_workers(folder: StackFolder, state: StackState) -> None:
+    """Wait until each worker has told the server that it is there.
+
+    Raises:
+        ServiceError: one ended or did not report in time; the message has the end of its log.
+    """
+    deadline = time.monotonic() + WORKER_TIMEOUT_S
+    for pool, part in WORKERS.items():
+        while not _is_online(state, pool):
+            if state.running(part) is None or time.monotonic() > deadline:
+                log = _worker_log(folder, part)
+                raise ServiceError(f"{part} did not report to the server; its log {log} ends with:\n{tail(log)}")
+            time.sleep(0.2)
+
+
+def worker_command(pool: str) -> list[str]:
+    """Command line of a worker; the server's address is in its profile."""
+    options = ["--pool", pool, "--name", WORKERS[pool], "--type", "process", "--install-policy", "never"]
+    return [sys.executable, "-P", "-m", "prefect", "worker", "start", *options, "--no-create-pool-if-not-found"]
+
+
+def _status(name: str, process: ProcessIdentity | None, port: int | None, *, answers: bool) -> PartStatus:
+    if process is None:
+        return PartStatus(name, None, port, "dead")
+    return PartStatus(name, process.pid, port, "healthy" if answers else "unhealthy")
+
+
+def _find_part(folder: StackFolder, state: StackState, part: str, command: Sequence[str]) -> ProcessIdentity | None:
+    """The running process of a part: the recorded one, else one whose record was lost by a killed `up`."""
+    process = state.running(part)
+    if process is not None:
+        return process
+    for candidate in find_marked(folder.marker):
+        with contextlib.suppress(psutil.Error):  # it may have ended meanwhile
+            if candidate.cmdline() == list(command):
+                return identify_process(candidate.pid)
+    return None
+
+
+def _stop_part(state: StackState, part: str) -> None:
+    process = state.running(part)
+    if process is not None:
+        stop_process(process)
+
+
+def _record(folder: StackFolder, state: StackState, part: str, process: ProcessIdentity) -> StackState:
+    state = state.model_copy(update={"processes": {**state.processes, part: process}})
+    folder.write(state)
+    return state
+
+
+def _is_online(state: StackState, pool: str) -> bool:
+    """Whether the server has heard of this very process of the pool's worker lately."""
+    process = state.running(WORKERS[pool])
+    if process is None:
+        return False
+    try:
+        workers: list[dict[str, Any]] = state.api.post(f"/work_pools/{pool}/workers/filter", {})
+    except ServiceError:
+        return False
+    started_s = time.time() - _age_s(process)
+    for worker in workers:
+        if worker["name"] == WORKERS[pool] and worker["status"] == "ONLINE":
+            return datetime.fromisoformat(worker["last_heartbeat_time"]).timestamp() > started_s
+    return False
+
+
+def _age_s(process: ProcessIdentity) -> float:
+    """Seconds since the process started; 0 where it is gone."""
+    try:
+        return time.time() - float(psutil.Process(process.pid).create_time())
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _worker_log(folder: StackFolder, part: str) -> Path:
+    return folder.logs / f"{part}.log"
