@@ -1,0 +1,121 @@
+"""Many files through the real flow on a real server: nothing lost, memory flat in the number of files.
+
+    python benchmarks/scale.py [--files 200 1805] [--records 500] [--tokenizer DIR] [--json]
+
+Each size runs in a process of its own, against one Prefect server on SQLite, one download task a file. The peak memory
+of every process of the run is sampled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import psutil  # noqa: E402
+
+from benchmarks.measure import print_table  # noqa: E402
+from dflash.config import TokenizeRun  # noqa: E402
+from embedded.prefect_server import temporary_prefect_server  # noqa: E402
+
+
+def write_tiny_batch(folder: Path, num_files: int, records_per_file: int) -> None:
+    """Files of records of some ten tokens each."""
+    folder.mkdir(parents=True)
+    for file in range(num_files):
+        lines = [
+            json.dumps(
+                {
+                    "id": f"{file}-{record}",
+                    "messages": [
+                        {"role": "user", "content": f"Add {file} and {record}."},
+                        {"role": "assistant", "content": f"{file} + {record} = {file + record}, since {record}."},
+                    ],
+                }
+            )
+            for record in range(records_per_file)
+        ]
+        (folder / f"part-{file:05d}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+class PeakMemory:
+    """Samples the resident memory of a process and its children; keeps the largest of each role."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self._process = process
+        self._stop = threading.Event()
+        self.flow_mb = self.worker_mb = 0.0
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End sampling."""
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.5):
+            try:
+                self.flow_mb = max(self.flow_mb, self._process.memory_info().rss / 1e6)
+                for child in self._process.children(recursive=True):
+                    self.worker_mb = max(self.worker_mb, child.memory_info().rss / 1e6)
+            except psutil.Error:
+                continue
+
+
+def run_size(num_files: int, records: int, tokenizer: Path, folder: Path) -> dict[str, Any]:
+    """One run of the flow in a process of its own; counts checked against the input."""
+    write_tiny_batch(folder / "batch", num_files, records)
+    run = TokenizeRun(source=str(folder / "batch"), dataset=str(folder / "dataset"), tokenizer=str(tokenizer))
+    parameters = folder / "run.json"
+    parameters.write_text(run.model_dump_json())
+    code = (
+        "import json; from pathlib import Path; from dflash.config import TokenizeRun;"
+        "from flows.tokenize_completions import tokenize_completions as flow;"
+        f"run = TokenizeRun.model_validate_json(Path({str(parameters)!r}).read_text());"
+        "print(json.dumps(flow(run)))"
+    )
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    memory = PeakMemory(psutil.Process(process.pid))
+    output, _ = process.communicate()
+    memory.stop()
+    if process.returncode != 0:
+        raise SystemExit(f"the flow over {num_files} files failed, see above")
+    result = json.loads(output.splitlines()[-1])
+    return {
+        "files": num_files,
+        "rows": result["rows"],
+        "lost": num_files * records - result["rows"] - sum(result["rejected"].values()),
+        "wall s": round(time.perf_counter() - start, 1),
+        "flow peak MB": round(memory.flow_mb),
+        "worker peak MB": round(memory.worker_mb),
+    }
+
+
+def main() -> None:
+    """Run each size, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--files", type=int, nargs="+", default=[200, 1805])
+    parser.add_argument("--records", type=int, default=500)
+    parser.add_argument("--tokenizer", type=Path, default=Path(".dflash/models/smollm2-tokenizer"))
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    rows = []
+    with temporary_prefect_server():
+        for num_files in arguments.files:
+            with tempfile.TemporaryDirectory() as folder:
+                rows.append(run_size(num_files, arguments.records, arguments.tokenizer.resolve(), Path(folder)))
+    print_table(rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
