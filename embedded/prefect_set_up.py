@@ -22,7 +22,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.events.schemas.events import ResourceSpecification
 from prefect_aws import AwsClientParameters, AwsCredentials
 
-from dflash.errors import ServiceError
+from dflash.errors import DflashError, ServiceError
 from embedded.prefect_settings import HEARTBEAT_S
 from embedded.seaweedfs import find_seaweedfs
 from embedded.stack_set_up import STEP, read_entrypoints
@@ -119,11 +119,23 @@ def deploy(deployments: Path) -> None:
 
 
 def _import_flows(deployments: Path) -> None:
-    """Import the flows' modules while the server starts; `deploy` needs them and says what is wrong with one."""
-    for entrypoint in read_entrypoints(deployments).values():
-        if ":" not in entrypoint:
-            importlib.import_module(entrypoint.rpartition(".")[0])
+    """Import the flows while the server starts: `deploy` needs them.
+
+    Raises:
+        ServiceError: a module entrypoint can't be imported.
+    """
+    for name, entrypoint in read_entrypoints(deployments).items():
+        if ":" in entrypoint:
+            continue  # a file, which Prefect loads itself
+        module, _, function = entrypoint.rpartition(".")
+        try:
+            getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ServiceError(f"{deployments}: deployment {name}: no flow {entrypoint}: {error!r}") from error
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DflashError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
