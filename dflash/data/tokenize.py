@@ -94,7 +94,7 @@ def tokenize_batch(
         except RecordError as error:
             rejects.append(_reject(completion, error))
     segments = [segment for _, plan in plans for segment in plan.segments]
-    encoder = encoder or tokenizer.encoder_for([segment.text for segment in segments])
+    encoder = encoder or tokenizer.encoder_for([segment.text for segment in segments]).encoder
     pieces = iter(_encode(segments, encoder))
     rows: list[_Row] = []
     for completion, plan in plans:

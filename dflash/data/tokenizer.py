@@ -121,6 +121,8 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
             f"The tokenizer {name} can't be loaded: {type(error).__name__}: {error}. "
             f"Check {TOKENIZER_FILE} and tokenizer_config.json there."
         ) from error
+    raw.no_truncation()
+    raw.no_padding()
     target = adapt_tokenizer(loaded, definition=definition)
     _require_same_ids(name, raw, target.backend)
     return target

@@ -1,0 +1,299 @@
+"""Ids and mask of records of every kind, against an oracle that knows what was sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from dflash.config import TokenizeOptions
+from dflash.data.completions import normalise_record
+from dflash.data.encoders import HuggingFaceEncoder
+from dflash.data.rows import RowFlag
+from dflash.data.sampled import check_ids
+from dflash.data.scripts import dominant_script
+from dflash.data.tokenize import TokenizedBatch, tokenize_batch, tokenize_completion
+from dflash.data.tokenizer import TargetTokenizer
+from dflash.errors import RecordError
+
+PIECES = ["word", " two", "\n", "\n\n", "  ", "é", "नमस्ते", "漢字", "\u3000", "12345", "<|im_end|>", "<|eot_id|>"]
+PIECES += ["<|im_start|>assistant\n", "<b>", "{}", "x = 1;", "🙂", "\r\n"]
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
+FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+
+
+@st.composite
+def _answers(draw: st.DrawFn) -> str:
+    return f"{draw(TEXTS)}x{draw(TEXTS)}"  # white space may surround it, but it isn't empty
+
+
+def _encode(tokenizer: TargetTokenizer, text: str, *, allow_special: bool) -> list[int]:
+    backend = tokenizer.backend
+    backend.encode_special_tokens = not allow_special
+    ids = backend.encode(text, add_special_tokens=False).ids
+    backend.encode_special_tokens = False
+    return list(ids)
+
+
+def _batch(record: dict[str, Any], tokenizer: TargetTokenizer, **options: Any) -> TokenizedBatch:
+    encoder = HuggingFaceEncoder(tokenizer.backend)
+    return tokenize_batch([normalise_record(record)], tokenizer, TokenizeOptions(**options), encoder)
+
+
+def _record(answer: str, **fields: Any) -> dict[str, Any]:
+    message = {"role": "assistant", "content": answer}
+    if "reasoning_content" in fields:
+        message["reasoning_content"] = fields.pop("reasoning_content")
+    return {"messages": [{"role": "user", "content": "q?"}, message], **fields}
+
+
+def _assert_row(batch: TokenizedBatch, prompt: list[int], sampled: list[int]) -> None:
+    assert batch.rejects == []
+    assert batch.rows.ids.tolist() == prompt + sampled
+    assert batch.rows.mask.tolist() == [False] * len(prompt) + [True] * len(sampled)
+    assert batch.rows.num_loss_tokens.tolist() == [len(sampled)]
+
+
+def _check_sampled(
+    tokenizer: TargetTokenizer, record: dict[str, Any], *, prompt: str, body: str, terminator: str
+) -> None:
+    """The row holds the prompt as a server encodes it, the body without control tokens, and the terminator."""
+    sampled = _encode(tokenizer, body, allow_special=False)
+    if record["finish_reason"] == "stop":
+        sampled.append(tokenizer.controls.ids[terminator])
+    if len(sampled) >= 2:
+        _assert_row(_batch(record, tokenizer), _encode(tokenizer, prompt, allow_special=True), sampled)
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+def test_mask_covers_exactly_the_sampled_tokens_llama3_like(llama3_like: TargetTokenizer, finish_reason: str) -> None:
+    @FEW
+    @given(question=TEXTS, answer=_answers())
+    def check(question: str, answer: str) -> None:
+        record = _record(answer, finish_reason=finish_reason)
+        record["messages"][0]["content"] = question
+        start, end = "<|start_header_id|>", "<|end_header_id|>\n\n"
+        prompt = f"<|begin_of_text|>{start}user{end}{question.strip()}<|eot_id|>{start}assistant{end}"
+        _check_sampled(llama3_like, record, prompt=prompt, body=answer.strip(), terminator="<|eot_id|>")
+
+    check()
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+def test_mask_covers_exactly_the_sampled_tokens_smollm2(smollm2: TargetTokenizer, finish_reason: str) -> None:
+    @FEW
+    @given(question=TEXTS, answer=_answers())
+    def check(question: str, answer: str) -> None:
+        record = _record(answer, finish_reason=finish_reason)
+        record["messages"][0]["content"] = question
+        system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        turns = [f"<|im_start|>system\n{system}<|im_end|>\n", f"<|im_start|>user\n{question}<|im_end|>\n"]
+        prompt = "".join(turns) + "<|im_start|>assistant\n"
+        _check_sampled(smollm2, record, prompt=prompt, body=answer, terminator="<|im_end|>")
+
+    check()
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_mask_covers_exactly_the_sampled_tokens_chatml(
+    chatml: TargetTokenizer, finish_reason: str, *, thinks: bool
+) -> None:
+    @FEW
+    @given(trace=_answers(), answer=_answers())
+    def check(trace: str, answer: str) -> None:
+        fields = {"reasoning_content": trace} if thinks else {}
+        record = _record(answer, finish_reason=finish_reason, **fields)
+        prompt = "<|im_start|>user\nq?<|im_end|>\n<|im_start|>assistant\n"
+        prompt += "" if thinks else "<think>\n\n</think>\n\n"
+        body = f"<think>\n{trace}\n</think>\n\n{answer}" if thinks else answer
+        _check_sampled(chatml, record, prompt=prompt, body=body, terminator="<|im_end|>")
+
+    check()
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+@pytest.mark.parametrize("kind", ["trace and answer", "trace", "answer"])
+def test_mask_covers_exactly_the_sampled_tokens_qwen36(qwen36: TargetTokenizer, finish_reason: str, kind: str) -> None:
+    if (finish_reason, kind) == ("stop", "trace"):  # whether the closing tag was sampled is the template's guess
+        return
+
+    @FEW
+    @given(trace=_answers(), answer=_answers())
+    def check(trace: str, answer: str) -> None:
+        fields = {"reasoning_content": trace} if "trace" in kind else {}
+        record = _record(answer if "answer" in kind else "", finish_reason=finish_reason, **fields)
+        opened = "<think>\n" if "trace" in kind else "<think>\n\n</think>\n\n"
+        prompt = f"<|im_start|>user\nq?<|im_end|>\n<|im_start|>assistant\n{opened}"
+        closed = f"{trace.strip()}\n</think>\n\n{answer.strip()}"
+        body = {"trace and answer": closed, "trace": trace.strip(), "answer": answer.strip()}[kind]
+        _check_sampled(qwen36, record, prompt=prompt, body=body, terminator="<|im_end|>")
+
+    check()
+
+
+@given(answer=_answers(), window=st.integers(8, 60))
+@FEW
+def test_window_cuts_ids_and_mask_on_the_right(smollm2: TargetTokenizer, answer: str, window: int) -> None:
+    whole = _batch(_record(answer), smollm2).rows
+    cut = _batch(_record(answer), smollm2, max_seq_len=window)
+    prompt = int(whole.mask.argmax())
+    if window >= len(whole.ids):
+        assert cut.rows.ids.tolist() == whole.ids.tolist()
+        assert not cut.rows.flags[0] & RowFlag.WINDOW_CUT
+    elif window >= prompt + 2:
+        assert cut.rows.ids.tolist() == whole.ids[:window].tolist()
+        assert cut.rows.mask.tolist() == whole.mask[:window].tolist()
+        assert cut.rows.flags[0] & RowFlag.WINDOW_CUT
+    else:
+        reason = "too_few_loss_tokens" if window > prompt else "no_loss_tokens_within_max_seq_len"
+        assert [reject.reason for reject in cut.rejects] == [reason]
+        assert cut.rows.num_rows == 0
+
+
+def test_prompt_that_can_not_fit_is_dropped_unencoded(qwen36: TargetTokenizer) -> None:
+    record = _record("an answer")
+    record["messages"][0]["content"] = "a" * 3_000_000  # encoding it would take a minute
+    batch = _batch(record, qwen36, max_seq_len=64)
+    assert [reject.reason for reject in batch.rejects] == ["no_loss_tokens_within_max_seq_len"]
+    assert "bytes" in batch.rejects[0].message
+
+
+def test_sampled_ids_are_used_as_they_are(smollm2: TargetTokenizer) -> None:
+    """'ab' as two tokens: the target may sample what encoding its text would never give."""
+    two = [smollm2.backend.token_to_id("a"), smollm2.backend.token_to_id("b")]
+    assert _encode(smollm2, "ab", allow_special=True) != two
+    sampled = [*two, 2]
+    prompt_text = smollm2.template.render([{"role": "user", "content": "q?"}], None, {}, add_generation_prompt=True)
+    prompt = _encode(smollm2, prompt_text, allow_special=True)
+    record = _record("ab", output_token_ids=sampled, output_tokens=3)
+    _assert_row(_batch(record, smollm2), prompt, sampled)
+    with_prompt = {**record, "prompt_token_ids": [5, 6, 7]}
+    _assert_row(_batch(with_prompt, smollm2), [5, 6, 7], sampled)
+    assert _batch(with_prompt, smollm2).rows.flags[0] == RowFlag.SAMPLED_IDS
+
+
+def test_sampled_ids_of_another_tokenizer_are_refused(smollm2: TargetTokenizer) -> None:
+    record = _record("Hello there", output_token_ids=[5000, 6000, 2])
+    batch = _batch(record, smollm2)
+    assert [reject.reason for reject in batch.rejects] == ["sampled_ids_mismatch"]
+
+
+@pytest.mark.parametrize("field", ["output_token_ids", "prompt_token_ids"])
+def test_ids_outside_the_vocabulary_are_refused(smollm2: TargetTokenizer, field: str) -> None:
+    batch = _batch(_record("a", **{field: [1, 49152]}), smollm2)
+    assert [reject.reason for reject in batch.rejects] == ["bad_field"]
+    assert field in batch.rejects[0].message
+    assert "49151" in batch.rejects[0].message
+
+
+@pytest.mark.parametrize("ids", [[1, -1], [1, 10], [1, 10**30], [1, True], [1, 2.0], [1, None]])
+def test_only_integers_of_the_vocabulary_are_ids(ids: list[Any]) -> None:
+    check_ids("ids", [0, 9], 10)
+    with pytest.raises(RecordError, match="bad_field: ids: expected token ids from 0 to 9"):
+        check_ids("ids", ids, 10)
+
+
+def test_sampled_ids_need_no_render_of_the_response(smollm2: TargetTokenizer) -> None:
+    """SmolLM2's template drops a trace; the record's ids have it."""
+    ids = [*_encode(smollm2, "thought</think>answer", allow_special=True), 2]
+    record = _record("answer", reasoning_content="thought", output_token_ids=ids)
+    assert _batch(record, smollm2).rows.num_loss_tokens.tolist() == [len(ids)]
+    del record["output_token_ids"]
+    assert [reject.reason for reject in _batch(record, smollm2).rejects] == ["template_error"]
+
+
+def test_half_a_character_is_fine_only_where_the_response_was_cut(smollm2: TargetTokenizer) -> None:
+    ids = _encode(smollm2, "ok \U0001f9ff", allow_special=True)[:-1]
+    for finish_reason, undecodable in (("length", False), ("stop", True)):
+        record = _record("ok", finish_reason=finish_reason, output_token_ids=ids)
+        flags = _batch(record, smollm2).rows.flags[0]
+        assert bool(flags & RowFlag.UNDECODABLE) == undecodable
+
+
+def test_flags(qwen36: TargetTokenizer) -> None:
+    def flags(record: dict[str, Any]) -> RowFlag:
+        return RowFlag(int(_batch(record, qwen36).rows.flags[0]))
+
+    assert flags(_record("an answer", output_tokens=3)) == 0
+    assert flags(_record("an answer", output_tokens=900)) == RowFlag.OUTPUT_MISMATCH
+    assert flags(_record("an answer", finish_reason="length")) == RowFlag.LENGTH_CUT
+    trace_alone = _record("", reasoning_content="a long thought", finish_reason="length")
+    assert flags(trace_alone) == RowFlag.LENGTH_CUT | RowFlag.THINKING_ONLY
+    untrimmed = _record("\n\nok \n", reasoning_content="\n r \n", output_tokens=7)
+    assert flags(untrimmed) == RowFlag.OUTPUT_MISMATCH | RowFlag.VERBATIM_WHITESPACE
+
+
+def test_rows_keep_order_and_rejects_keep_their_place(smollm2: TargetTokenizer) -> None:
+    records = [_record("one two three", id="a", source="s"), _record("", id="b"), _record("four five six")]
+    call = {"function": {"name": "f", "arguments": {}}}
+    records[1]["messages"].append({"role": "assistant", "content": None, "tool_calls": [call]})
+    completions = [
+        normalise_record(record, file="f.jsonl", line=number, byte_offset=number * 10)
+        for number, record in enumerate(records, start=1)
+    ]
+    batch = tokenize_batch(completions, smollm2, TokenizeOptions(), HuggingFaceEncoder(smollm2.backend))
+    assert batch.rows.sample_ids == ["a", "f.jsonl:3"]
+    assert batch.rows.sources == ["s", ""]
+    assert batch.encoder == "huggingface"
+    reject = batch.rejects[0]
+    assert (reject.file, reject.line, reject.byte_offset, reject.id) == ("f.jsonl", 2, 20, "b")
+    assert reject.reason == "template_error"
+
+
+def test_empty_batch(smollm2: TargetTokenizer) -> None:
+    batch = tokenize_batch([], smollm2, TokenizeOptions(), HuggingFaceEncoder(smollm2.backend))
+    assert (batch.rows.num_rows, batch.rejects, batch.rows.ids.dtype) == (0, [], np.int32)
+
+
+def test_loss_on_all_turns_after_the_last_query(smollm2: TargetTokenizer) -> None:
+    messages = [
+        {"role": "user", "content": "one?"},
+        {"role": "assistant", "content": "before the last query"},
+        {"role": "user", "content": "two?"},
+        {"role": "assistant", "content": "first part"},
+        {"role": "tool", "content": "result"},
+        {"role": "assistant", "content": "second part"},
+    ]
+    rows = _batch({"messages": messages}, smollm2, loss_on="all_turns").rows
+    text = smollm2.backend.decode(rows.ids[rows.mask].tolist(), skip_special_tokens=False)
+    assert text == "first part<|im_end|>second part<|im_end|>"
+    last = _batch({"messages": messages}, smollm2).rows
+    assert smollm2.backend.decode(last.ids[last.mask].tolist(), skip_special_tokens=False) == "second part<|im_end|>"
+    assert rows.ids.tolist() == last.ids.tolist()
+
+
+def test_transformers_tokenizer_is_taken_as_it_is(
+    llama3_like_tokenizer: PreTrainedTokenizerFast, llama3_like: TargetTokenizer
+) -> None:
+    record = _record("an answer")
+    assert tokenize_completion(record, llama3_like_tokenizer) == tokenize_completion(record, llama3_like)
+
+
+def test_unusable_records_give_none(smollm2: TargetTokenizer) -> None:
+    assert tokenize_completion({"messages": 3}, smollm2) is None
+    assert tokenize_completion(_record(""), smollm2) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "script"),
+    [
+        ("plain", "latin"),
+        ("123 !?", "none"),
+        ("", "none"),
+        ("ça va très bien", "latin"),
+        ("漢字 ok", "han"),
+        ("これは日本語の文章です", "kana"),
+        ("Привет, мир", "cyrillic"),
+        ("नमस्ते", "indic"),
+        ("안녕하세요", "hangul"),
+        ("مرحبا", "arabic"),
+        ("🙂🙂", "none"),
+    ],
+)
+def test_dominant_script(text: str, script: str) -> None:
+    assert dominant_script(text) == script
