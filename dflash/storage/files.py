@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,9 +56,15 @@ def write_part(path: Path, chunks: Iterable[bytes], *, with_md5: bool = False) -
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException:
-            path.unlink(missing_ok=True)
+            remove_part(path)
             raise
     return digest
+
+
+def remove_part(path: Path) -> None:
+    """Remove a part file if it is there; failing at that must not hide why it is removed."""
+    with suppress(OSError):
+        path.unlink()
 
 
 def tee(chunks: Iterable[bytes], write: Callable[[bytes], object]) -> Iterator[bytes]:

@@ -28,6 +28,7 @@ from dflash.storage.files import (
     move_into_place,
     os_errors_as_storage_errors,
     part_path,
+    remove_part,
     source_size,
     sync_folder,
     tee,
@@ -95,7 +96,7 @@ class LocalStore(Store):
             self._check(key, digest, expect, sha256)
             move_into_place(part, path)
         finally:
-            part.unlink(missing_ok=True)
+            remove_part(part)
         return _transfer(digest, sha256)
 
     def verify(self, key: str, *, expect: ObjectInfo | None = None, sha256: str | None = None) -> Transfer:
@@ -122,7 +123,7 @@ class LocalStore(Store):
                     return False
                 sync_folder(path.parent)
         finally:
-            part.unlink(missing_ok=True)
+            remove_part(part)
         self.counters.add(TransferCounts(bytes_up=digest.size, requests=1))
         return True
 

@@ -63,7 +63,10 @@ def parse_uri(uri: str) -> Location:
     if not _BUCKET.fullmatch(bucket):
         raise UsageError(f"URI {uri!r}: {bucket!r} is no bucket name (3 to 63 of a-z, 0-9, '.', '-')")
     prefix = prefix.strip("/")
-    return Location("s3", bucket, check_key(prefix) if prefix else "")
+    problem = _problem_of(prefix) if prefix else None
+    if problem is not None:
+        raise UsageError(f"URI {uri!r} can't be used: its prefix is refused, since {problem}")
+    return Location("s3", bucket, prefix)
 
 
 def join_uri(uri: str, *parts: str) -> str:

@@ -27,6 +27,7 @@ class TransferLimits:
         read_timeout_s: longest wait for the next bytes.
         copy_timeout_s: longest wait for the server to finish one copy or to join parts; it is silent meanwhile.
         object_timeout_s: longest time for one request with its body.
+        list_page_keys: keys asked for in one page of a listing; S3 gives 1,000 at most.
         attempts: tries of one operation, the first included.
         first_wait_s: wait before the second try; doubles with each, with jitter.
         max_wait_s: longest wait between tries.
@@ -40,6 +41,7 @@ class TransferLimits:
     read_timeout_s: float = 15.0
     copy_timeout_s: float = 600.0
     object_timeout_s: float = 1800.0
+    list_page_keys: int = 1000
     attempts: int = 5
     first_wait_s: float = 0.2
     max_wait_s: float = 5.0

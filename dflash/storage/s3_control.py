@@ -17,7 +17,6 @@ from dflash.storage.s3_multipart import MultipartUpload, copy_in_parts, upload_i
 from dflash.storage.store import Check, ObjectInfo, Transfer, TransferCounters, TransferCounts, UploadInfo
 
 T = TypeVar("T")
-_PAGE_KEYS = 1000
 
 
 class S3Control:
@@ -42,10 +41,11 @@ class S3Control:
         Raises:
             IntegrityError: no two passes agreed.
         """
+        page_keys = self._limits.list_page_keys
 
         def list_twice() -> list[ObjectInfo]:
-            first = self._list_once(prefix, _PAGE_KEYS)
-            second = self._list_once(prefix, _PAGE_KEYS - 1)
+            first = self._list_once(prefix, page_keys)
+            second = self._list_once(prefix, page_keys - 1)
             if first != second:
                 raise IntegrityError(
                     f"{self._uri(prefix)}: two listings differ ({len(first)} and {len(second)} keys); either pages are "
