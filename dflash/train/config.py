@@ -105,6 +105,8 @@ class TrainConfig(RunModel):
             raise ValueError("set num_epochs, max_steps or max_seconds: without one the run has no end and no schedule")
         if self.replay.steps and not self.replay.max_bytes:
             raise ValueError("replay.steps needs replay.max_bytes: there is nothing to replay from")
+        if self.replay.max_bytes and self.loss.objective == "kl":
+            raise ValueError("replay keeps features, not the target's final states that kl needs: use cross_entropy")
         return self
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from dflash.data.batches import BatchState, Pack
 from dflash.data.row_reader import Row
 from dflash.train.config import ReplayConfig
 from dflash.train.packed import PackedRow
+from dflash.train.seeds import named_numpy_generator
 
 
 class FeatureModel(Protocol):
@@ -40,6 +40,10 @@ class FeatureModel(Protocol):
 
     def features(self, input_ids_S: Tensor, position_S: Tensor, document_S: Tensor) -> Tensor:
         """Run the target over a packed row and return [S, F]."""
+        ...
+
+    def features_and_final(self, input_ids_S: Tensor, position_S: Tensor, document_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Return [S, F] and the states [S, H] that the head reads; only the KL objective asks for them."""
         ...
 
 
@@ -77,16 +81,18 @@ class Features:
             return self._compute(packed)
         return torch.cat([self._row(row) for row in pack.rows])
 
-    def draw(self, budget: int, max_rows: int, generator: np.random.Generator) -> Pack:
-        """Make a pack of kept rows, drawn at random without replacement."""
-        chosen: list[Row] = []
+    def draw(self, budget: int, num_packs: int, key: str) -> list[Pack]:
+        """Make packs of kept rows, drawn at random without replacement; `key` decides which."""
         keys = list(self._rows)
-        for index in generator.permutation(len(keys)):
-            row = self._rows[keys[index]]
-            if sum(len(other.input_ids) for other in chosen) + len(row.input_ids) > budget or len(chosen) == max_rows:
-                break
-            chosen.append(row)
-        return Pack(tuple(chosen), -1, -1, BatchState())
+        order = named_numpy_generator(key).permutation(len(keys))
+        packs: list[list[Row]] = [[]]
+        for row in (self._rows[keys[index]] for index in order):
+            if sum(len(other.input_ids) for other in packs[-1]) + len(row.input_ids) > budget:
+                if len(packs) == num_packs:
+                    break
+                packs.append([])
+            packs[-1].append(row)
+        return [Pack(tuple(rows), -1, -1, BatchState()) for rows in packs if rows]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the kept rows without their features, as tensors that `torch.load(weights_only=True)` takes."""

@@ -55,6 +55,14 @@ class World:
         for handle in handles:
             handle.wait()
 
+    def first_value(self, value: float) -> float:
+        """Return rank 0's value on all ranks, such as its clock."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:

@@ -1,0 +1,229 @@
+"""One optimiser step: forward and backward over micro-batches, sums over ranks, update.
+
+The loss of a step is (sum of all numerators) / (sum of all weights), over micro-batches and ranks. Gradients are
+summed raw and divided once, so it makes no difference how rows are spread.
+
+Legend: S tokens of a packed row, F feature values of a token, N blocks, B slots, L predicted slots, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash.data.batches import Pack
+from dflash.errors import TrainingError
+from dflash.model.attention import BlockLayout
+from dflash.model.drafter import Drafter, block_embeddings
+from dflash.train.anchors import sample_anchors
+from dflash.train.config import TrainConfig
+from dflash.train.loss import LossSums, block_loss, slot_targets
+from dflash.train.optim import learning_rate, make_optimizer, scale_and_clip, set_learning_rate
+from dflash.train.packed import PackedRow, row_slices
+from dflash.train.replay import FeatureModel, Features
+from dflash.train.seeds import named_generator
+from dflash.train.vocabulary import DraftVocabulary
+from dflash.train.world import World
+
+_SCALARS = ("numerator", "weight", "tokens", "rows", "anchors", "skipped_rows", "stop")
+
+
+class StepSums:
+    """What a step adds up, in one fp64 vector so that one all-reduce does it."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._num_slots = num_slots
+        self.vector = torch.zeros(len(_SCALARS) + 2 * num_slots, dtype=torch.float64, device=device)
+
+    def add(self, **scalars: float | Tensor) -> None:
+        """Add to named sums."""
+        for name, value in scalars.items():
+            self.vector[_SCALARS.index(name)] += value
+
+    def add_slots(self, sums: LossSums) -> None:
+        """Add hits and counts of the slots."""
+        self.vector[len(_SCALARS) :] += torch.cat([sums.hits_L, sums.counts_L])
+
+    def __getitem__(self, name: str) -> float:
+        return float(self.vector[_SCALARS.index(name)])
+
+    def accuracy(self) -> tuple[float, list[float]]:
+        """Return the share of slots right, over all and for each slot."""
+        hits_L, counts_L = self.vector[len(_SCALARS) :].view(2, self._num_slots).cpu()
+        overall = hits_L.sum() / counts_L.sum().clamp(min=1)
+        return float(overall), (hits_L / counts_L.clamp(min=1)).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step did.
+
+    Attributes:
+        sums: over all micro-batches and ranks.
+        grad_norm: before clipping; None where nothing was updated.
+        rate: learning rate.
+    """
+
+    sums: StepSums
+    grad_norm: float | None
+    rate: float
+
+
+@dataclass(slots=True)
+class Engine:
+    """Everything that a step needs and changes.
+
+    Attributes:
+        config: of the run.
+        drafter: with fp32 weights on the device.
+        target: frozen.
+        features: computes or replays the target's features.
+        world: the ranks.
+        vocabulary: ids that may be drafted, None for all.
+        halved: packs are split in two since an out-of-memory error.
+    """
+
+    config: TrainConfig
+    drafter: Drafter
+    target: FeatureModel
+    features: Features
+    world: World
+    vocabulary: DraftVocabulary | None = None
+    halved: bool = False
+    optimizer: torch.optim.AdamW = field(init=False)
+    _head_VH: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Set up the optimiser and the part of the head that is trained on."""
+        self.optimizer = make_optimizer(self.drafter, self.config.optimizer)
+        head_VH = self.target.head_VH
+        self._head_VH = head_VH if self.vocabulary is None else self.vocabulary.head(head_VH)
+
+    @property
+    def device(self) -> torch.device:
+        """Where drafter and target are."""
+        return self.target.head_VH.device
+
+    def step(self, packs: Sequence[Pack], key: str, progress: float, *, stop: bool = False) -> StepReport:
+        """Make one optimiser step of this rank's packs and those of the other ranks.
+
+        Args:
+            packs: this rank's micro-batches; none is allowed.
+            key: names the step; with the seed and a pack's index it decides the anchors.
+            progress: of the run, 0 to 1.
+            stop: this rank wants to stop; the sum tells all ranks.
+
+        Raises:
+            TrainingError: out of memory although packs are halved already.
+        """
+        sums = self._accumulate_within_memory(packs, key)
+        sums.add(stop=float(stop))
+        self.world.sum(sums.vector)
+        weights = list(self.drafter.parameters())
+        self.world.sum_gradients(weights)
+        rate = learning_rate(progress, self.config.optimizer)
+        if not sums["weight"]:
+            self.optimizer.zero_grad()
+            return StepReport(sums, None, rate)
+        norm = scale_and_clip(weights, sums["weight"], self.config.optimizer.clip_norm)
+        if not torch.isfinite(norm):
+            self.optimizer.zero_grad()
+            sums.add(skipped_rows=sums["rows"])
+            return StepReport(sums, None, rate)
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return StepReport(sums, float(norm), rate)
+
+    def _accumulate_within_memory(self, packs: Sequence[Pack], key: str) -> StepSums:
+        """Accumulate; on an out-of-memory error halve the packs once and begin the step anew."""
+        try:
+            return self._accumulate(packs, key)
+        except torch.OutOfMemoryError as error:
+            if self.halved or self.config.sharding == "fsdp":
+                raise self._out_of_memory() from error
+        self.halved = True
+        self.optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        try:
+            return self._accumulate(packs, key)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory() from error
+
+    def _out_of_memory(self) -> TrainingError:
+        halved = ", halved already" if self.halved else ""
+        return TrainingError(
+            f"Out of memory with packs of {self.config.pack_tokens} tokens{halved}. Lower pack_tokens, num_anchors or "
+            "loss.chunk_blocks; `dflash plan` says by how much."
+        )
+
+    def _accumulate(self, packs: Sequence[Pack], key: str) -> StepSums:
+        sums = StepSums(self.drafter.config.num_draft_tokens, self.device)
+        parts = chain.from_iterable(pack.halves() for pack in packs) if self.halved else packs
+        for number, pack in enumerate(parts):
+            seed = f"{self.config.seed}/{key}/{pack.index}/{number if self.halved or pack.index < 0 else 0}"
+            self._micro_batch(pack, named_generator(seed), sums)
+        return sums
+
+    def _micro_batch(self, pack: Pack, generator: torch.Generator, sums: StepSums) -> None:
+        """Add one pack's gradient and sums; what isn't finite adds nothing but its count."""
+        packed = PackedRow.of(pack.rows)
+        features_SF, teacher_SH = self._states(pack, packed)
+        loss_mask_S, bad_rows = _without_bad_rows(features_SF, packed, pack)
+        sums.add(tokens=pack.num_tokens, rows=len(pack.rows), skipped_rows=bad_rows)
+        if bad_rows:
+            features_SF = torch.nan_to_num(features_SF, nan=0.0, posinf=0.0, neginf=0.0)
+        anchor_N = sample_anchors(loss_mask_S, packed.document_S, self.config.num_anchors, generator)
+        if not len(anchor_N):
+            return
+        loss = self._loss(replace(packed, loss_mask_S=loss_mask_S), anchor_N, features_SF, teacher_SH)
+        if not torch.isfinite(loss.numerator):
+            sums.add(skipped_rows=len(pack.rows) - bad_rows)
+            return
+        loss.numerator.backward()  # type: ignore[no-untyped-call]
+        sums.add(numerator=loss.numerator.detach(), weight=loss.weight, anchors=len(anchor_N))
+        sums.add_slots(loss)
+
+    def _states(self, pack: Pack, packed: PackedRow) -> tuple[Tensor, Tensor | None]:
+        """Return the target's features and, for KL, the states that its head reads."""
+        if self.config.loss.objective == "cross_entropy":
+            return self.features.of(pack, packed), None
+        return self.target.features_and_final(packed.ids_S, packed.position_S, packed.document_S)
+
+    def _loss(self, packed: PackedRow, anchor_N: Tensor, features_SF: Tensor, teacher_SH: Tensor | None) -> LossSums:
+        ids_S, mask_S, position_S, document_S, anchor_N = (
+            tensor.to(self.device, non_blocking=True)
+            for tensor in (packed.ids_S, packed.loss_mask_S, packed.position_S, packed.document_S, anchor_N)
+        )
+        config = self.drafter.config
+        layout = BlockLayout(anchor_N, position_S, document_S)
+        embeddings_NBH = block_embeddings(self.target.embedding_VH, ids_S, anchor_N, config)
+        with self._autocast():
+            hidden_NBH = self.drafter(features_SF, embeddings_NBH, layout)
+        targets = slot_targets(ids_S, mask_S, document_S, anchor_N, config.block_size)
+        if self.vocabulary is not None:
+            targets = self.vocabulary.renumber(targets)
+        return block_loss(hidden_NBH, self._head_VH, targets, self.config.loss.options(config.block_size), teacher_SH)
+
+    def _autocast(self) -> Any:
+        on_gpu = self.device.type == "cuda"
+        wanted = self.config.precision == "bfloat16" or (self.config.precision == "auto" and on_gpu)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=wanted)
+
+
+def _without_bad_rows(features_SF: Tensor, packed: PackedRow, pack: Pack) -> tuple[Tensor, int]:
+    """Return the loss mask without rows whose features aren't all finite, and how many those are."""
+    finite_S = torch.isfinite(features_SF).all(dim=1)
+    if bool(finite_S.all()):
+        return packed.loss_mask_S, 0
+    loss_mask_S, finite_S = packed.loss_mask_S.clone(), finite_S.cpu()
+    bad = [part for part in row_slices(pack) if not bool(finite_S[part].all())]
+    for part in bad:
+        loss_mask_S[part] = False
+    return loss_mask_S, len(bad)

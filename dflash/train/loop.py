@@ -1,0 +1,293 @@
+"""The training loop: data in, steps, checkpoints, metrics, and an orderly end.
+
+Exact resume: the order of the data and all random choices are functions of the seed and of where the run is, the
+learning rate of how much is done, and the rest is in the checkpoint. On a CPU N steps equal k steps, a stop, and N-k
+steps bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from dflash.data.batches import BatchOrder, BatchState, Pack, ShardSource, Share, rank_share
+from dflash.data.prefetch import prefetch
+from dflash.errors import TrainingError, UsageError
+from dflash.model.drafter import Drafter
+from dflash.train.checkpoint import CheckpointFolder, Snapshot, load
+from dflash.train.config import TrainConfig
+from dflash.train.engine import Engine, StepReport
+from dflash.train.environment import difference_table, differences, fingerprint
+from dflash.train.metrics import MetricsWriter
+from dflash.train.replay import FeatureModel, Features
+from dflash.train.sharding import full_state, load_full_state
+from dflash.train.vocabulary import DraftVocabulary, commonest_ids
+from dflash.train.world import World
+
+CHECKPOINTS = "checkpoints"
+
+# Settings that a resumed run may change: when it ends, what it keeps, how it computes; not what it computes.
+_MAY_CHANGE = frozenset(
+    {
+        *("num_epochs", "max_steps", "max_seconds", "max_skipped_rows", "checkpoint_every", "keep_checkpoints"),
+        *("accept_env_change", "attention", "sharding", "accumulation"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What a caller may attach.
+
+    Attributes:
+        should_stop: asked before each step; true saves a checkpoint and ends the run as resumable.
+        upload: takes each finished checkpoint elsewhere, in a background thread of rank 0.
+        on_step: gets each step's metrics on rank 0.
+    """
+
+    should_stop: Callable[[], bool] = lambda: False
+    upload: Callable[[Path], None] | None = None
+    on_step: Callable[[dict[str, Any]], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        status: `finished`, or `stopped` on request: the same call resumes it.
+        step: optimiser steps done in all.
+        checkpoint: the newest one, which holds the result.
+        loss: of the last step.
+        skipped_rows: rows left out because something wasn't finite.
+        seconds: wall clock of all parts of the run.
+        halved: packs are split since an out-of-memory error.
+    """
+
+    status: Literal["finished", "stopped"]
+    step: int
+    checkpoint: Path
+    loss: float | None
+    skipped_rows: int
+    seconds: float
+    halved: bool
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run is; all of it goes into checkpoints."""
+
+    step: int = 0
+    batch: BatchState = field(default_factory=BatchState)
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    skipped_rows: int = 0
+
+
+class Run:
+    """One training run in a folder; made anew it goes on from the newest checkpoint there.
+
+    Args:
+        config: of the run; a resumed run must have the same, except for its end and its checkpoints.
+        target: frozen, on the device to train on.
+        drafter: built for it; its weights are overwritten where a checkpoint exists.
+        source: the shards.
+        run_dir: checkpoints, metrics, TensorBoard.
+        hooks: see there.
+
+    Raises:
+        TrainingError: the environment changed since the checkpoint and `accept_env_change` is off.
+        UsageError: the settings can't go together, or differ from the checkpoint's.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        target: FeatureModel,
+        drafter: Drafter,
+        source: ShardSource,
+        run_dir: Path,
+        hooks: Hooks | None = None,
+    ) -> None:
+        self.config = config
+        self._source = source
+        self._run_dir = run_dir
+        self._hooks = hooks or Hooks()
+        self._world = World.current()
+        if config.replay.max_bytes and self._world.size > 1:
+            raise UsageError("Replay keeps features of one rank only. Set replay.max_bytes to 0, or use one rank.")
+        self._folder = CheckpointFolder(run_dir / CHECKPOINTS, config.keep_checkpoints, self._hooks.upload)
+        self.progress = Progress()
+        latest = self._folder.latest()
+        snapshot = None if latest is None else load(latest)
+        if snapshot is not None:
+            self._check_resumable(snapshot.record)
+        device = target.head_VH.device
+        features = Features(target, config.replay, device)
+        vocabulary = self._vocabulary(snapshot, drafter.config.vocab_size, device)
+        self.engine = Engine(config, drafter.to(device), target, features, self._world, vocabulary)
+        if snapshot is not None:
+            self._restore(snapshot)
+        self._last_loss: float | None = None
+
+    def train(self) -> TrainResult:
+        """Train to the end, or until asked to stop.
+
+        Raises:
+            TrainingError: too many rows weren't finite, or memory ran out twice; the newest checkpoint is kept.
+        """
+        metrics = MetricsWriter(self._run_dir, self.progress.step) if self._world.is_first else None
+        self.engine.drafter.train()
+        try:
+            status = self._steps(metrics)
+            checkpoint = self._save()
+        finally:
+            if metrics is not None:
+                metrics.close()
+        self._folder.close()
+        done = self.progress
+        return TrainResult(
+            status, done.step, checkpoint, self._last_loss, done.skipped_rows, done.seconds, self.engine.halved
+        )
+
+    def _steps(self, metrics: MetricsWriter | None) -> Literal["finished", "stopped"]:
+        config = self.config
+        order = BatchOrder(config.seed, config.pack_tokens, config.window_rows, config.num_epochs)
+        share = rank_share(order.packs(self._source, self.progress.batch), self._world.rank, self._world.size)
+        shares = prefetch(share, depth=2 * config.accumulation)
+        try:
+            while self._done_share(self.progress) < 1 and (shares_of_step := list(islice(shares, config.accumulation))):
+                saved_rounds = self.progress.step // config.checkpoint_every
+                if self._round(shares_of_step, metrics):
+                    return "stopped"
+                if self.progress.step // config.checkpoint_every > saved_rounds:
+                    self._save()
+        finally:
+            shares.close()
+        return "finished"
+
+    def _round(self, shares: list[Share], metrics: MetricsWriter | None) -> bool:
+        """Make a step of fresh packs, then the replay steps; return whether to stop.
+
+        A checkpoint holds whole rounds, so a stop waits for the replay steps of its round.
+        """
+        packs = [share.pack for share in shares if share.pack is not None]
+        stop = self._step(packs, "fresh", shares[-1].after, metrics)
+        for number in range(self.config.replay.steps):
+            key = f"replay/{self.progress.step}/{number}"
+            drawn = self.engine.features.draw(self.config.pack_tokens, self.config.accumulation, key)
+            if not drawn or self._done_share(self.progress) >= 1:
+                break
+            self._step(drawn, key, self.progress.batch, metrics)
+        return stop
+
+    def _step(self, packs: list[Pack], key: str, after: BatchState, metrics: MetricsWriter | None) -> bool:
+        started, cpu_started = time.monotonic(), time.process_time()
+        done = self.progress
+        ahead = replace(done, step=done.step + 1, batch=after)
+        middle = (self._done_share(done) + self._done_share(ahead)) / 2
+        report = self.engine.step(packs, key, min(middle, 1.0), stop=self._hooks.should_stop())
+        ahead.seconds += self._world.first_value(time.monotonic() - started)
+        ahead.cpu_seconds += time.process_time() - cpu_started
+        ahead.skipped_rows += int(report.sums["skipped_rows"])
+        self.progress = ahead
+        self._report(report, metrics, key)
+        if ahead.skipped_rows > self.config.max_skipped_rows:
+            raise TrainingError(
+                f"{ahead.skipped_rows} rows gave NaN or infinity up to step {ahead.step}, the limit is "
+                f"{self.config.max_skipped_rows}. The newest checkpoint, {self._folder.latest()}, is kept. Look at "
+                "grad_norm and loss in metrics.jsonl; lower the learning rate, or raise max_skipped_rows."
+            )
+        return report.sums["stop"] > 0
+
+    def _done_share(self, progress: Progress) -> float:
+        """Return how much of the run is done, by whichever of its ends is nearest."""
+        config, shares = self.config, [0.0]
+        if config.num_epochs is not None:
+            shares.append(progress.batch.num_tokens / (sum(self._source.num_tokens) * config.num_epochs))
+        if config.max_steps is not None:
+            shares.append(progress.step / config.max_steps)
+        if config.max_seconds is not None:
+            shares.append(progress.seconds / config.max_seconds)
+        return max(shares)
+
+    def _report(self, report: StepReport, metrics: MetricsWriter | None, key: str) -> None:
+        sums, done = report.sums, self.progress
+        self._last_loss = sums["numerator"] / sums["weight"] if sums["weight"] else None
+        accuracy, accuracy_L = sums.accuracy()
+        row = {
+            "step": done.step,
+            "epoch": done.batch.epoch,
+            "loss": self._last_loss,
+            "accuracy": accuracy,
+            "grad_norm": report.grad_norm,
+            "learning_rate": report.rate,
+            "tokens": int(sums["tokens"]),
+            "anchors": int(sums["anchors"]),
+            "skipped_rows": done.skipped_rows,
+            "seconds": done.seconds,
+            "cpu_seconds": done.cpu_seconds,
+            "halved": self.engine.halved,
+            "replayed": key != "fresh",
+            "slot_accuracy": [round(value, 4) for value in accuracy_L],
+        }
+        if metrics is not None:
+            metrics.write(row)
+            if self._hooks.on_step is not None:
+                self._hooks.on_step(row)
+
+    def _save(self) -> Path:
+        """Write a checkpoint on rank 0; all ranks wait for it."""
+        engine = self.engine
+        weights, optimizer = full_state(engine.drafter, engine.optimizer)
+        if self._world.is_first:
+            record = {
+                "progress": {**asdict(self.progress), "batch": self.progress.batch.to_json()},
+                "config": self.config.model_dump(mode="json"),
+                "drafter": engine.drafter.config.model_dump(mode="json"),
+                "draft_ids": None if engine.vocabulary is None else engine.vocabulary.ids_D.tolist(),
+                "halved": engine.halved,
+                "environment": fingerprint(),
+            }
+            state = {"optimizer": optimizer, "replay": engine.features.state_dict()}
+            self._folder.save(Snapshot(self.progress.step, weights, state, record))
+        self._world.barrier()
+        latest = self._folder.latest()
+        assert latest is not None
+        return latest
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        load_full_state(self.engine.drafter, self.engine.optimizer, snapshot.weights, snapshot.optimizer["optimizer"])
+        self.engine.features.load_state_dict(snapshot.optimizer["replay"])
+        self.engine.halved = bool(snapshot.record["halved"])
+        fields = dict(snapshot.record["progress"])
+        self.progress = Progress(**{**fields, "batch": BatchState.from_json(fields["batch"])})
+
+    def _check_resumable(self, record: Mapping[str, Any]) -> None:
+        changes = differences(record["environment"], fingerprint())
+        if changes and not self.config.accept_env_change:
+            raise TrainingError(
+                "The environment changed since the checkpoint, so the run may not go on as it was:\n"
+                f"{difference_table(changes)}\nSet accept_env_change (--accept-env-change) to go on all the same."
+            )
+        before, now = record["config"], self.config.model_dump(mode="json")
+        changed = [name for name in now if name not in _MAY_CHANGE and before.get(name) != now[name]]
+        if changed:
+            pairs = ", ".join(f"{name}: {before.get(name)!r} -> {now[name]!r}" for name in changed)
+            raise UsageError(
+                f"The run in {self._run_dir} was made with other settings ({pairs}), so it can't go on with these. "
+                "Use the old settings, or another run folder."
+            )
+
+    def _vocabulary(self, snapshot: Snapshot | None, vocab_size: int, device: torch.device) -> DraftVocabulary | None:
+        size = self.config.draft_vocab_size
+        if size is None or size >= vocab_size:
+            return None
+        ids = commonest_ids(self._source, vocab_size, size) if snapshot is None else snapshot.record["draft_ids"]
+        return DraftVocabulary.of(ids, vocab_size, device)

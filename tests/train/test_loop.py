@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash.data.batches import LocalShards
+from dflash.data.row_reader import Row
+from dflash.errors import TrainingError, UsageError
+from dflash.model.drafter import Drafter
+from dflash.train import loop
+from dflash.train.checkpoint import load
+from dflash.train.config import LossConfig, OptimizerConfig, ReplayConfig, TrainConfig
+from dflash.train.loop import Hooks, Run, TrainResult
+from dflash.train.metrics import plot_metrics, read_metrics
+from dflash.train.stopping import stop_on_signal
+
+MakeDrafter = Callable[[], Drafter]
+
+
+def config(**fields: Any) -> TrainConfig:
+    base: dict[str, Any] = {
+        "pack_tokens": 40,
+        "num_anchors": 6,
+        "num_epochs": 3,
+        "checkpoint_every": 1000,
+        "optimizer": OptimizerConfig(learning_rate=3e-3),
+    }
+    return TrainConfig(**base | fields)
+
+
+class StopAfter:
+    def __init__(self, asks: int) -> None:
+        self.left = asks
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+
+def weights(result: TrainResult) -> dict[str, torch.Tensor]:
+    return dict(load(result.checkpoint).weights)
+
+
+def assert_same(first: TrainResult, second: TrainResult) -> None:
+    one, two = load(first.checkpoint), load(second.checkpoint)
+    assert all(torch.equal(one.weights[name], two.weights[name]) for name in one.weights)
+    states = [snapshot.optimizer["optimizer"]["state"] for snapshot in (one, two)]
+    for name, state in states[0].items():
+        assert all(torch.equal(state[key], states[1][name][key]) for key in state)
+    assert one.record["progress"]["batch"] == two.record["progress"]["batch"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"accumulation": 2},
+        {"replay": ReplayConfig(max_bytes=4000, steps=2, dtype="bfloat16")},
+        {"draft_vocab_size": 9, "loss": LossConfig(weighting="d_pace")},
+    ],
+    ids=["plain", "accumulation", "replay", "d_pace"],
+)
+def test_k_steps_and_the_rest_equal_all_steps_bit_for_bit(
+    tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards, fields: dict[str, Any]
+) -> None:
+    whole = Run(config(**fields), target, make_drafter(), source, tmp_path / "whole").train()
+    stops = 0
+    for asks in (2, 1, 3):
+        hooks = Hooks(should_stop=StopAfter(asks))
+        part = Run(config(**fields), target, make_drafter(), source, tmp_path / "parts", hooks).train()
+        stops += part.status == "stopped"
+    rest = Run(config(**fields), target, make_drafter(), source, tmp_path / "parts").train()
+    assert stops == 3
+    assert whole.status == rest.status == "finished"
+    assert whole.step == rest.step > 4
+    assert_same(whole, rest)
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("whole", "parts")]
+    assert losses[0] == losses[1]
+
+
+def test_a_finished_run_does_nothing_when_started_again(
+    tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards
+) -> None:
+    first = Run(config(), target, make_drafter(), source, tmp_path).train()
+    again = Run(config(), target, make_drafter(), source, tmp_path).train()
+    assert (again.status, again.step, again.checkpoint) == ("finished", first.step, first.checkpoint)
+
+
+def test_sigterm_saves_and_leaves_the_run_resumable(
+    tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards
+) -> None:
+    def send(row: dict[str, Any]) -> None:
+        if row["step"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on_signal() as asked:
+        stopped = Run(config(), target, make_drafter(), source, tmp_path, Hooks(asked, on_step=send)).train()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (stopped.status, stopped.step) == ("stopped", 3)
+    assert Run(config(), target, make_drafter(), source, tmp_path).train().status == "finished"
+
+
+def test_rows_with_bad_features_are_left_out_and_counted(
+    tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards
+) -> None:
+    target.poison = {5}
+    result = Run(config(num_epochs=1), target, make_drafter(), source, tmp_path / "few").train()
+    assert 0 < result.skipped_rows < 12
+    assert all(torch.isfinite(value).all() for value in weights(result).values())
+    with pytest.raises(TrainingError, match=r"the limit is 2.*is kept"):
+        Run(config(max_skipped_rows=2, checkpoint_every=1), target, make_drafter(), source, tmp_path / "stop").train()
+    kept = loop.CheckpointFolder(tmp_path / "stop" / loop.CHECKPOINTS).latest()
+    assert kept is None or all(torch.isfinite(value).all() for value in load(kept).weights.values())
+
+
+def test_a_bad_row_changes_nothing_for_the_others_of_its_pack(
+    tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards
+) -> None:
+    run = Run(config(num_anchors=100), target, make_drafter(), source, tmp_path)
+    packs = loop.BatchOrder(0, 60, num_epochs=1).packs(source)
+    pack = max(packs, key=lambda pack: len(pack.rows))
+    rare = {int(token) for token in pack.rows[0].input_ids}
+    rare -= {int(token) for row in pack.rows[1:] for token in row.input_ids}
+
+    def gradients(rows: tuple[Row, ...]) -> tuple[float, dict[str, torch.Tensor]]:
+        sums = run.engine._accumulate([replace(pack, rows=rows)], "fresh")
+        grads = {
+            name: weight.grad.clone()
+            for name, weight in run.engine.drafter.named_parameters()
+            if weight.grad is not None
+        }
+        run.engine.optimizer.zero_grad()
+        return sums["skipped_rows"], grads
+
+    expected = gradients(pack.rows[1:])
+    target.poison = {rare.pop()}
+    found = gradients(pack.rows)
+    assert (expected[0], found[0]) == (0, 1)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_non_finite_gradient_skips_the_step(
+    tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards
+) -> None:
+    drafter = make_drafter()
+    run = Run(config(num_epochs=1, max_skipped_rows=1000), target, drafter, source, tmp_path)
+    drafter.norm.weight.register_hook(lambda grad: grad * float("inf"))
+    before = {name: weight.detach().clone() for name, weight in drafter.named_parameters()}
+    result = run.train()
+    assert result.skipped_rows == 12
+    assert all(torch.equal(before[name], value) for name, value in weights(result).items())
+
+
+def test_out_of_memory_halves_packs_once_then_stops(
+    tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards
+) -> None:
+    target.out_of_memory_above = 30
+    halved = Run(config(num_epochs=1), target, make_drafter(), source, tmp_path / "half").train()
+    assert halved.halved
+    assert any(row["halved"] for row in read_metrics(tmp_path / "half"))
+    assert Run(config(num_epochs=2), target, make_drafter(), source, tmp_path / "half").engine.halved
+    target.out_of_memory_above = 10
+    with pytest.raises(TrainingError, match=r"halved already.*dflash plan"):
+        Run(config(num_epochs=1), target, make_drafter(), source, tmp_path / "never").train()
+
+
+def test_replay_computes_each_kept_row_once(
+    tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards
+) -> None:
+    fields = {"replay": ReplayConfig(max_bytes=1 << 20, steps=1, dtype="float32"), "num_epochs": 4}
+    run = Run(config(**fields), target, make_drafter(), source, tmp_path)
+    result = run.train()
+    assert target.calls == 12
+    assert run.engine.features.num_rows == 12
+    assert run.engine.features.num_bytes == sum(source.num_tokens) * 32 * 4
+    replayed = [row["replayed"] for row in read_metrics(tmp_path)]
+    assert (replayed.count(True), replayed.count(False)) == (result.step // 2, result.step // 2 + 1)
+
+
+def test_replay_stays_within_its_bytes(
+    tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards
+) -> None:
+    run = Run(config(replay=ReplayConfig(max_bytes=3000)), target, make_drafter(), source, tmp_path)
+    run.train()
+    assert 0 < run.engine.features.num_bytes <= 3000
+    assert 0 < run.engine.features.num_rows < 12
+
+
+def test_training_lowers_the_loss_and_draws_its_curves(
+    tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards
+) -> None:
+    seen: list[int] = []
+    uploaded: list[Path] = []
+    hooks = Hooks(upload=uploaded.append, on_step=lambda row: seen.append(row["step"]))
+    fields = config(num_epochs=25, num_anchors=100, checkpoint_every=40, keep_checkpoints=2)
+    result = Run(fields, target, make_drafter(), source, tmp_path, hooks).train()
+    rows = read_metrics(tmp_path)
+    assert seen == [row["step"] for row in rows] == list(range(1, result.step + 1))
+    assert sum(row["loss"] for row in rows[-5:]) < 0.6 * sum(row["loss"] for row in rows[:5])
+    assert rows[-1]["accuracy"] > 2 * rows[4]["accuracy"]
+    assert len(loop.CheckpointFolder(tmp_path / loop.CHECKPOINTS).paths()) == 2
+    assert len(uploaded) > 2
+    assert uploaded[-1] == result.checkpoint
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    plot_metrics(tmp_path, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_kl_trains_towards_the_target(
+    tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards
+) -> None:
+    fields = config(num_epochs=10, num_anchors=100, loss=LossConfig(objective="kl"))
+    Run(fields, target, make_drafter(), source, tmp_path).train()
+    rows = read_metrics(tmp_path)
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+
+
+def test_ends_by_steps_or_seconds(tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards) -> None:
+    by_steps = Run(config(max_steps=4), target, make_drafter(), source, tmp_path / "steps").train()
+    assert by_steps.step == 4
+    rates = [row["learning_rate"] for row in read_metrics(tmp_path / "steps")]
+    assert rates[-1] < rates[-2] < rates[-3]
+    by_time = Run(config(max_seconds=1e-9), target, make_drafter(), source, tmp_path / "seconds").train()
+    assert (by_time.step, by_time.status) == (1, "finished")
+
+
+def test_other_settings_or_another_environment_are_refused_on_resume(
+    tmp_path: Path,
+    target: Any,
+    make_drafter: MakeDrafter,
+    source: LocalShards,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Run(config(max_steps=2), target, make_drafter(), source, tmp_path).train()
+    with pytest.raises(UsageError, match="num_anchors: 6 -> 7"):
+        Run(config(max_steps=2, num_anchors=7), target, make_drafter(), source, tmp_path)
+    now = loop.fingerprint() | {"torch": "99.0"}
+    monkeypatch.setattr(loop, "fingerprint", lambda: now)
+    with pytest.raises(TrainingError, match=r"torch +\| [0-9.+cpu]+ +\| 99.0"):
+        Run(config(max_steps=3), target, make_drafter(), source, tmp_path)
+    accepted = Run(config(max_steps=3, accept_env_change=True), target, make_drafter(), source, tmp_path).train()
+    assert accepted.step == 3
