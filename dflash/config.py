@@ -6,9 +6,9 @@ These frozen models are the flow parameters (so the Prefect UI shows them as a f
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class RunModel(BaseModel):
@@ -114,3 +114,69 @@ class ShardRun(RunModel):
     def shard_number(self) -> int:
         """Number of the shard in its run, from 0."""
         return int(self.shard.removeprefix("shard-"))
+
+
+class MixOptions(RunModel):
+    """How many rows of a new batch are taken, and of which source; what is drawn depends on ids and seed alone."""
+
+    max_samples: int | None = Field(default=None, ge=1, description="Most rows taken from the new batch.")
+    source_caps: dict[str, Annotated[int, Field(ge=0)]] = Field(
+        default={}, description="Most rows taken of a source, by its name."
+    )
+    source_weights: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
+        default={}, description="Chance of a row by its source, relative to 1 for sources not named; needs max_samples."
+    )
+    seed: int = Field(default=0, description="Another seed draws other rows.")
+
+    @model_validator(mode="after")
+    def _weights_have_a_total(self) -> Self:
+        if self.source_weights and self.max_samples is None:
+            raise ValueError("source_weights share out max_samples: give that too, or use source_caps")
+        return self
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether every row is taken."""
+        return self.max_samples is None and not self.source_caps
+
+
+class ScreenOptions(RunModel):
+    """Optional looks at the new batch's content; they need the extra `dedup` only for near duplicates."""
+
+    near_duplicates: Literal["off", "report", "drop"] = Field(
+        default="off", description="Rows of the batch that nearly repeat an earlier one: count them, or drop them."
+    )
+    min_similarity: float = Field(
+        default=0.85, gt=0, lt=1, description="Estimated Jaccard similarity from which two rows are near duplicates."
+    )
+    contamination: Literal["off", "report", "drop"] = Field(
+        default="off", description="Rows that share a run of tokens with an evaluation prompt: count or drop them."
+    )
+    evaluation_prompts: str | None = Field(
+        default=None, description="Folder of evaluation prompts (.jsonl with `prompt`, `question` or `messages`)."
+    )
+    ngram_tokens: int = Field(default=13, ge=4, le=100, description="Length of a shared run, in tokens.")
+
+    @model_validator(mode="after")
+    def _prompts_are_named(self) -> Self:
+        if self.contamination != "off" and self.evaluation_prompts is None:
+            raise ValueError("contamination needs evaluation_prompts: a folder of prompts to look for")
+        return self
+
+
+DuplicatePolicy = Literal["error", "keep_old", "keep_new"]
+
+
+class MergeRun(RunModel):
+    """Parameters of the flow `merge-dataset` and of `dflash merge`."""
+
+    batch: TokenizeRun = Field(description="The new batch, the dataset it goes into, and how it is tokenized.")
+    duplicates: DuplicatePolicy = Field(
+        default="error",
+        description="Rows whose id or ids sequence is there already: stop, keep the old row, or keep the new one.",
+    )
+    mix: MixOptions = Field(default=MixOptions(), description="How many rows of the batch are taken.")
+    screen: ScreenOptions = Field(default=ScreenOptions(), description="Optional looks at the batch's content.")
+    backup: str | None = Field(
+        default=None, description="Where the current version is backed up first; <dataset>.backups by default."
+    )
