@@ -103,6 +103,7 @@ def _refuse_invented_weights(path: str, model: Any, report: dict[str, Any]) -> N
     if wrong or report["error_msgs"]:
         raise ModelError(
             f"the target {path} lacks {len(wrong)} of {len(names)} text weights, which would be random: "
-            f"{wrong[:5]}{' and more' if len(wrong) > 5 else ''}; load errors: {report['error_msgs']}. Expected a complete "
-            "checkpoint of this architecture; check that the download is whole and that config.json belongs to it"
+            f"{wrong[:5]}{' and more' if len(wrong) > 5 else ''}; load errors: {report['error_msgs']}. "
+            "Expected a complete checkpoint of this architecture; check that the download is whole and that "
+            "config.json belongs to it"
         )
