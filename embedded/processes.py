@@ -9,10 +9,12 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -98,21 +100,20 @@ def start_process(
 
 
 def stop_process(identity: ProcessIdentity, *, timeout_s: float = 10.0) -> None:
-    """Ask a process to end, and kill it with all its children after the timeout; one that is gone is passed over."""
-    if not identity.is_running:
-        _reap(identity.pid)
-        return
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(identity.pid)
-        family = [process, *process.children(recursive=True)]
-        process.terminate()
-        _, alive = psutil.wait_procs(family, timeout=timeout_s)
-        for member in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
-        psutil.wait_procs(alive, timeout=timeout_s)
+    """Ask a process to end, and kill it with all its children after the timeout; one that is gone is passed over.
+
+    Raises:
+        ServiceError: it lives on although it was killed.
+    """
+    family = [identity, *_descendants(identity)]
     if identity.is_running:
-        raise ServiceError(f"process {identity.pid} did not end {timeout_s} s after it was killed; end it by hand")
+        _signal(identity, signal.SIGTERM)
+    alive = _wait(family, timeout_s)
+    for member in alive:
+        _signal(member, signal.SIGKILL)
+    alive = _wait(alive, timeout_s)
+    if alive:
+        raise ServiceError(f"process {alive[0].pid} did not end {timeout_s} s after it was killed; end it by hand")
 
 
 def identify_process(pid: int) -> ProcessIdentity | None:
@@ -191,16 +192,42 @@ def tail(log: Path, *, num_lines: int = 20) -> str:
 
 
 def _started(pid: int) -> str | None:
+    folder = Path(f"/proc/{pid}")
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = (folder / "stat").read_text()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        state, *rest = stat.rpartition(")")[2].split()
+        # While other threads are still ending, a killed process looks like a zombie, yet holds its ports and locks.
+        if state in {"Z", "X"} and sum(1 for _ in (folder / "task").iterdir()) <= 1:
+            return None
     except OSError:
         return None
-    state, *rest = stat.rpartition(")")[2].split()
-    return None if state in {"Z", "X"} else f"{boot}:{rest[18]}"
+    return f"{boot}:{rest[18]}"
 
 
-def _reap(pid: int) -> None:
-    """Collect the exit status of a child of ours, so that no zombie stays."""
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)
+def _descendants(identity: ProcessIdentity) -> list[ProcessIdentity]:
+    if not identity.is_running:
+        return []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(identity.pid).children(recursive=True)
+        return [found for child in children if (found := identify_process(child.pid)) is not None]
+    return []
+
+
+def _signal(identity: ProcessIdentity, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(identity.pid, number)
+
+
+def _wait(processes: Sequence[ProcessIdentity], timeout_s: float) -> list[ProcessIdentity]:
+    """Wait for processes to end; return those that still run."""
+    deadline = time.monotonic() + timeout_s
+    alive = list(processes)
+    while True:
+        for process in alive:
+            with contextlib.suppress(ChildProcessError):  # only our own children leave a status to be collected
+                os.waitpid(process.pid, os.WNOHANG)
+        alive = [process for process in alive if process.is_running]
+        if not alive or time.monotonic() > deadline:
+            return alive
+        time.sleep(0.02)

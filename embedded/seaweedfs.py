@@ -102,18 +102,19 @@ def start_seaweedfs(directory: Path, config: SeaweedConfig | None = None) -> Sea
     directory = directory.absolute()
     (directory / "data").mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
-    problem: str | None = None
+    problem: str | None = "not started"
     with _start_lock(directory):
-        for attempt in range(1, config.start_attempts + 1):
-            state = _load_state(directory)
-            identity = find_process(directory / "weed.pid")
-            if identity is None:
+        state = _load_state(directory)
+        identity = find_process(directory / "weed.pid")
+        for attempt in range(config.start_attempts + 1):
+            if attempt > 0:
                 state = _with_free_ports(directory, state, fresh=attempt > 1)
                 identity = _launch(directory, state, config)
-            problem = _wait_until_ready(identity, state, config)
-            if problem is None:
-                return _server(directory, state, config, identity)
-            stop_process(identity)
+            if identity is not None:
+                problem = _wait_until_ready(identity, state, config)
+                if problem is None:
+                    return _server(directory, state, config, identity)
+                stop_process(identity)
     raise ServiceError(
         f"SeaweedFS in {directory} did not answer within {config.ready_timeout_s} s in {config.start_attempts} starts "
         f"({problem}); last lines of {directory / 'weed.log'}:\n{tail(directory / 'weed.log')}"
@@ -201,12 +202,22 @@ def _load_state(directory: Path) -> SeaweedState:
 
 def _with_free_ports(directory: Path, state: SeaweedState, *, fresh: bool) -> SeaweedState:
     """Keep the ports of the last start where all are free, else take others."""
-    taken = [p for port in state.ports.values() for p in (port, port + _GRPC_OFFSET) if not is_port_free(p)]
-    if fresh or taken or set(state.ports) != set(_PORT_NAMES):
+    if fresh or not _become_free(state.ports) or set(state.ports) != set(_PORT_NAMES):
         ports = find_free_ports(len(_PORT_NAMES), twin_offset=_GRPC_OFFSET)
         state = state.model_copy(update={"ports": dict(zip(_PORT_NAMES, ports, strict=True))})
         write_private(directory / "server.json", state.model_dump_json(indent=1))
     return state
+
+
+def _become_free(ports: dict[str, int]) -> bool:
+    """Wait a moment for ports; a killed server holds them until the last of its threads has gone."""
+    pairs = [pair for port in ports.values() for pair in (port, port + _GRPC_OFFSET)]
+    deadline = time.monotonic() + 5.0
+    while not all(is_port_free(port) for port in pairs):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _wait_until_ready(identity: ProcessIdentity, state: SeaweedState, config: SeaweedConfig) -> str | None:

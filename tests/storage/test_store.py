@@ -118,7 +118,7 @@ def test_of_many_replacers_one_wins(store: Store) -> None:
 
 
 def test_pages_are_complete_and_deletes_reach_all(store: Store) -> None:
-    keys = [f"many/{number:04d}" for number in range(250)]
+    keys = [f"many/{number:04d}" for number in range(130)]
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(lambda key: store.put_if_absent(key, b"x"), keys))
     assert [info.key for info in store.list("many")] == keys
