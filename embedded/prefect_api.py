@@ -34,18 +34,18 @@ class LocalPrefectApi:
         """The address to open in a browser."""
         return f"http://{HOST}:{self.port}"
 
-    def get(self, path: str, timeout_s: float = 5) -> Any:
+    def get(self, path: str, timeout_s: float = 30) -> Any:
         """GET `/api<path>`; see `_request` for the errors."""
         return self._request("GET", path, None, timeout_s)
 
-    def post(self, path: str, body: dict[str, Any], timeout_s: float = 15) -> Any:
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = 30) -> Any:
         """POST JSON to `/api<path>`; see `_request` for the errors."""
         return self._request("POST", path, json.dumps(body).encode(), timeout_s)
 
     def is_healthy(self) -> bool:
         """Whether the server answers its health check with true."""
         try:
-            return self.get("/health", timeout_s=2) is True
+            return self.get("/health", timeout_s=5) is True
         except ServiceError:
             return False
 

@@ -36,6 +36,9 @@ WORKERS = {"cpu": "worker-cpu", "b200": "worker-b200"}
 """Part names of the workers by work pool."""
 
 WORKER_TIMEOUT_S = 90
+SILENCE_S = 60
+"""Six heartbeats: a worker that was silent for longer is unhealthy. Prefect's own state of it flaps under load."""
+
 STUCK_TIMEOUT_S = 30
 """How long a server that ran before may stay silent until it is started anew."""
 
@@ -178,10 +181,13 @@ def _is_online(state: StackState, pool: str) -> bool:
         workers: list[dict[str, Any]] = state.api.post(f"/work_pools/{pool}/workers/filter", {})
     except ServiceError:
         return False
-    started_s = time.time() - _age_s(process)
+    # What it told a server that was killed since doesn't count, nor what an earlier worker of that name told.
+    server = state.running(SERVER)
+    youngest_s = min(_age_s(part) for part in (process, server) if part is not None)
     for worker in workers:
-        if worker["name"] == WORKERS[pool] and worker["status"] == "ONLINE":
-            return datetime.fromisoformat(worker["last_heartbeat_time"]).timestamp() > started_s
+        if worker["name"] == WORKERS[pool]:
+            heartbeat = datetime.fromisoformat(worker["last_heartbeat_time"])
+            return time.time() - heartbeat.timestamp() < min(youngest_s, SILENCE_S)
     return False
 
 

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from dflash.errors import ServiceError
+from embedded import prefect_server
+from embedded.marked import find_marked
+from embedded.prefect_api import LocalPrefectApi
+from embedded.prefect_server import template_path, temporary_prefect_server
+from embedded.prefect_settings import fixed_environment, process_environment, write_profile
+from embedded.processes import find_free_ports, start_process
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "dflash").mkdir(parents=True)
+    return tmp_path / "cache"
+
+
+def make_database(path: Path, *, num_flow_runs: int = 0, num_block_types: int = 1) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        for table in (*prefect_server._TEMPLATE_TABLES, *prefect_server._EMPTY_TABLES):
+            database.execute(f"create table {table} (name text)")
+        for table in ("configuration", "events", "event_resources"):
+            database.execute(f"create table {table} (name text)")
+            database.execute(f"insert into {table} values ('secret')")  # noqa: S608
+        for table, count in (
+            ("alembic_version", 1),
+            ("block_schema", 1),
+            ("block_type", num_block_types),
+            ("flow_run", num_flow_runs),
+        ):
+            database.executemany(f"insert into {table} values (?)", [("x",)] * count)  # noqa: S608
+        database.commit()
+
+
+def test_temporary_server_serves_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    before = dict(os.environ)
+    with temporary_prefect_server() as api:
+        assert api.is_healthy()
+        assert os.environ["PREFECT_API_URL"] == api.url
+        home = Path(os.environ["PREFECT_HOME"])
+        (process,) = find_marked(str(home.parent))
+        assert {connection.laddr.ip for connection in process.net_connections() if connection.status == "LISTEN"} == {
+            "127.0.0.1"
+        }
+        assert api.get("/admin/settings")["server"]["analytics_enabled"] is False
+        assert template_path().exists()
+        assert template_path().stat().st_mode & 0o077 == 0
+    assert dict(os.environ) == before
+    assert not process.is_running()
+    assert not home.exists()
+
+
+def test_template_is_copied_without_what_belongs_to_one_server(tmp_path: Path, cache: Path) -> None:
+    make_database(template_path())
+    prefect_server._copy_template(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "prefect.db")) as database:
+        assert database.execute("select count(*) from configuration").fetchone() == (0,)
+        assert database.execute("select count(*) from block_type").fetchone() == (1,)
+    assert prefect_server._read_made_by(tmp_path) == prefect_server._software()
+
+
+@pytest.mark.parametrize("kind", ["garbage", "empty", "truncated", "foreign", "no block types"])
+def test_damaged_template_is_thrown_away(tmp_path: Path, cache: Path, kind: str) -> None:
+    make_database(template_path(), num_flow_runs=int(kind == "foreign"), num_block_types=int(kind != "no block types"))
+    content = template_path().read_bytes()
+    broken = {"garbage": b"not a database" * 100, "empty": b"", "truncated": content[: len(content) // 2]}
+    template_path().write_bytes(broken.get(kind, content))
+    prefect_server._copy_template(tmp_path)
+    assert not template_path().exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]
+
+
+def test_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    make_database(tmp_path / "prefect.db")
+    prefect_server._keep_template(tmp_path)
+    assert not template_path().exists()
+
+
+def test_server_that_ends_at_once_is_an_error_with_its_log(tmp_path: Path) -> None:
+    process = start_process(
+        [sys.executable, "-S", "-c", "import time; time.sleep(0.3); print('no such table')"],
+        log=tmp_path / "server.log",
+        folder=tmp_path,
+        environment=os.environ,
+        attached=False,
+    )
+    with pytest.raises(ServiceError, match=r"(?s)server\.log ends with:.*no such table"):
+        prefect_server.wait_for_prefect_server(tmp_path, LocalPrefectApi(find_free_ports(1)[0]), process)
+
+
+def test_environment_of_the_user_does_not_leak_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PREFECT_API_URL", "PREFECT_API_KEY", "AWS_SECRET_ACCESS_KEY", "DFLASH_HOME"):
+        monkeypatch.setenv(name, "of the user")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    env = process_environment(tmp_path, outside=False)
+    assert "of the user" not in env.values()
+    assert env["PREFECT_HOME"] == str(tmp_path)
+    assert env["NO_PROXY"] == "example.org,127.0.0.1,localhost"
+    assert env["HTTPS_PROXY"].endswith(":9")
+    assert "HTTPS_PROXY" not in process_environment(tmp_path).keys() - os.environ.keys()
+
+
+def test_no_proxy_is_not_added_twice() -> None:
+    assert fixed_environment({"NO_PROXY": "localhost,127.0.0.1"})["NO_PROXY"] == "localhost,127.0.0.1"
+
+
+def test_profile_holds_the_settings_of_clients_and_server(tmp_path: Path) -> None:
+    write_profile(LocalPrefectApi(4321), tmp_path)
+    content = tomllib.loads((tmp_path / "profiles.toml").read_text())
+    settings = content["profiles"][content["active"]]
+    assert settings["PREFECT_API_URL"] == "http://127.0.0.1:4321/api"
+    assert settings["PREFECT_SERVER_UI_API_URL"] == "/api"
+    assert settings["PREFECT_LOCAL_STORAGE_PATH"] == str(tmp_path.parent / "results")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        status, body = {"/api/health": (200, b"false"), "/api/text": (200, b"<html>")}.get(self.path, (503, b"busy"))
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def fake_api() -> Iterator[LocalPrefectApi]:
+    with HTTPServer(("127.0.0.1", 0), _Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield LocalPrefectApi(server.server_port)
+        server.shutdown()
+        thread.join()
+
+
+def test_answers_that_are_no_success_are_errors(fake_api: LocalPrefectApi) -> None:
+    assert not fake_api.is_healthy()
+    with pytest.raises(ServiceError, match="503"):
+        fake_api.get("/other")
+    with pytest.raises(ServiceError, match="JSON"):
+        fake_api.get("/text")
+    with pytest.raises(ServiceError, match="ended before"):
+        fake_api.wait_until_healthy(5, is_running=lambda: False)
+    with pytest.raises(ServiceError, match="within 0 s"):
+        fake_api.wait_until_healthy(0.2, is_running=lambda: True)
+
+
+def test_nobody_listening_is_an_error() -> None:
+    with pytest.raises(ServiceError, match="ConnectionRefused"):
+        LocalPrefectApi(find_free_ports(1)[0]).get("/health")
