@@ -19,6 +19,11 @@ class Recipe:
     options: TokenizeOptions
     schema_version: int = SCHEMA_VERSION
 
+    @classmethod
+    def of(cls, manifest: Manifest) -> Recipe:
+        """The recipe of a version."""
+        return cls(manifest.tokenizer, manifest.options, manifest.schema_version)
+
     def facts(self) -> dict[str, Any]:
         """What has to be equal, by name."""
         tokenizer = self.tokenizer
@@ -31,15 +36,19 @@ class Recipe:
         }
 
 
+def compare_recipes(first: Recipe, second: Recipe) -> list[tuple[str, str, str]]:
+    """What differs: name, first value, second value."""
+    facts = (first.facts(), second.facts())
+    return [(name, str(facts[0][name]), str(facts[1][name])) for name in facts[0] if facts[0][name] != facts[1][name]]
+
+
 def check_compatible(current: Manifest, candidate: Recipe) -> None:
     """Refuse rows that must not lie beside those of the current version.
 
     Raises:
         IncompatibleError: with a table of all that differs.
     """
-    present = Recipe(current.tokenizer, current.options, current.schema_version).facts()
-    new = candidate.facts()
-    rows = [(name, str(present[name]), str(new[name])) for name in present if present[name] != new[name]]
+    rows = compare_recipes(Recipe.of(current), candidate)
     if not rows:
         return
     table = [("field", "current", "new"), *rows]
