@@ -30,12 +30,14 @@ class Segment:
         is_loss: whether the target sampled it.
         allow_special: whether text that spells a control token is that token.
         ids: ids that the record carries.
+        continues: whether text of the same row stands before it.
     """
 
     text: str
     is_loss: bool
     allow_special: bool = True
     ids: Sequence[int] | None = None
+    continues: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ def _prompt_segments(
     conversation = _conversation(completion, tokenizer)
     prompt = turn.prompt if turn else conversation.prompt(len(completion.messages) - 1)
     if options.loss_on == "last_turn":
-        return [Segment(prompt, is_loss=False)]
+        return [Segment(prompt, is_loss=False, continues=False)]
     return _chain_segments(conversation, prompt)
 
 
@@ -144,9 +146,10 @@ def _chain_segments(conversation: Conversation, prompt: str) -> list[Segment]:
             continue
         after = turn.prompt + turn.sampled
         if prompt.startswith(after) and turn.prompt.startswith(done):
-            segments += [Segment(turn.prompt[len(done) :], is_loss=False), *_response_segments(turn)]
+            segments += [Segment(turn.prompt[len(done) :], is_loss=False, continues=bool(done))]
+            segments += _response_segments(turn)
             done = after
-    return [*segments, Segment(prompt[len(done) :], is_loss=False)]
+    return [*segments, Segment(prompt[len(done) :], is_loss=False, continues=bool(done))]
 
 
 def _chain(messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -224,7 +227,7 @@ def _require_unicode(text: str) -> None:
 
 def _require_room(prompt: Segment, tokenizer: TargetTokenizer, options: TokenizeOptions) -> None:
     """Drop a prompt that can't fit without encoding it: a megabyte without a space takes seconds."""
-    if len(prompt.text) <= options.max_seq_len:
+    if len(prompt.text) <= options.max_seq_len * 8:  # encoding it is cheaper than building the table of tokens
         return
     longest = tokenizer.token_bytes.longest
     if longest is None or len(prompt.text) * 4 <= options.max_seq_len * longest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,14 +96,14 @@ def tokenize_batch(
             rejects.append(_reject(completion, error))
     segments = [segment for _, plan in plans for segment in plan.segments]
     encoder = encoder or tokenizer.encoder_for([segment.text for segment in segments]).encoder
-    pieces = iter(_encode(segments, encoder))
+    pieces = iter(_encode(segments, encoder, tokenizer.lead))
     rows: list[_Row] = []
     for completion, plan in plans:
         try:
             rows.append(_row(completion, plan, [next(pieces) for _ in plan.segments], options))
         except RecordError as error:
             rejects.append(_reject(completion, error))
-    _flag_verbatim(rows, encoder)
+    _flag_verbatim(rows, encoder, tokenizer.lead)
     return TokenizedBatch(_join(rows), rejects, encoder.name)
 
 
@@ -116,8 +117,14 @@ class _Row:
     flags: RowFlag
 
 
-def _encode(segments: Sequence[Segment], encoder: Encoder) -> list[Ids]:
-    """Ids of each segment; two calls at most, one with control tokens recognised and one without."""
+def _encode(segments: Sequence[Segment], encoder: Encoder, lead: Sequence[int]) -> list[Ids]:
+    """Ids of each segment; two calls at most, one with control tokens recognised and one without.
+
+    Args:
+        segments: of all rows.
+        encoder: makes the ids.
+        lead: the tokenizer's ids of a newline to put before texts that continue others; mostly none.
+    """
     pieces: list[Ids] = [np.zeros(0, np.int32)] * len(segments)
     for allow_special in (True, False):
         chosen = [
@@ -126,15 +133,26 @@ def _encode(segments: Sequence[Segment], encoder: Encoder) -> list[Ids]:
             if segment.ids is None and segment.allow_special == allow_special
         ]
         if chosen:
-            ids, offsets = encoder.encode_batch_flat(
-                [segments[index].text for index in chosen], allow_special=allow_special
-            )
-            for position, index in enumerate(chosen):
-                pieces[index] = ids[offsets[position] : offsets[position + 1]]
+            texts = [segments[index].text for index in chosen]
+            for index, ids in zip(chosen, _encode_texts(texts, encoder, allow_special=allow_special), strict=True):
+                pieces[index] = ids
+            if lead:
+                continuing = [index for index in chosen if segments[index].continues]
+                texts = ["\n" + segments[index].text for index in continuing]
+                for index, ids in zip(
+                    continuing, _encode_texts(texts, encoder, allow_special=allow_special), strict=True
+                ):
+                    if ids[: len(lead)].tolist() == list(lead):  # else the newline is part of another token
+                        pieces[index] = ids[len(lead) :]
     for index, segment in enumerate(segments):
         if segment.ids is not None:
             pieces[index] = np.array(segment.ids, np.int32)
     return pieces
+
+
+def _encode_texts(texts: Sequence[str], encoder: Encoder, *, allow_special: bool) -> list[Ids]:
+    ids, offsets = encoder.encode_batch_flat(texts, allow_special=allow_special)
+    return [ids[start:end] for start, end in itertools.pairwise(offsets.tolist())]
 
 
 def _row(completion: Completion, plan: RowPlan, pieces: list[Ids], options: TokenizeOptions) -> _Row:
@@ -167,7 +185,7 @@ def _row(completion: Completion, plan: RowPlan, pieces: list[Ids], options: Toke
     return _Row(completion, plan, pieces, spans, num_sampled_tokens, flags)
 
 
-def _flag_verbatim(rows: Sequence[_Row], encoder: Encoder) -> None:
+def _flag_verbatim(rows: Sequence[_Row], encoder: Encoder, lead: Sequence[int]) -> None:
     """Flag rows whose `output_tokens` says that white space which the template trimmed was sampled."""
     doubtful: list[_Row] = []
     segments: list[Segment] = []
@@ -175,7 +193,7 @@ def _flag_verbatim(rows: Sequence[_Row], encoder: Encoder) -> None:
         if row.plan.verbatim is not None and row.flags & RowFlag.OUTPUT_MISMATCH:
             doubtful.append(row)
             segments.append(row.plan.verbatim)
-    for row, ids in zip(doubtful, _encode(segments, encoder), strict=True):
+    for row, ids in zip(doubtful, _encode(segments, encoder, lead), strict=True):
         if len(ids) == row.completion.output_tokens:
             row.flags |= RowFlag.VERBATIM_WHITESPACE
 

@@ -68,6 +68,15 @@ class TargetTokenizer:
         return max(self.backend.get_vocab_size(with_added_tokens=True), max(self._added, default=-1) + 1)
 
     @cached_property
+    def lead(self) -> tuple[int, ...]:
+        """Ids of a newline, where the tokenizer puts a space in front of a text (SentencePiece style), else none.
+
+        There, a text that continues another is encoded behind a newline, whose ids are then dropped.
+        """
+        newline, letter, both = (self.backend.encode(text, add_special_tokens=False).ids for text in ("\n", "a", "\na"))
+        return () if both == newline + letter else tuple(newline)
+
+    @cached_property
     def token_bytes(self) -> TokenBytes:
         """Bytes of each token."""
         return TokenBytes(self.backend)

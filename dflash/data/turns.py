@@ -181,6 +181,14 @@ def _require_printed(message: Mapping[str, Any], response: str) -> None:
                     f"{text.strip()[:60]!r} is not in its render {response[:60]!r}. The target sampled it, so use the "
                     f"template of the server that sampled it, or record output_token_ids.",
                 )
+    for call in message.get("tool_calls") or ():
+        name = call.get("function", call).get("name")
+        if str(name) not in response:
+            raise RecordError(
+                "template_error",
+                f"the chat template doesn't print the last turn's call of {name!r}. The target sampled it, so use the "
+                f"template of the server that sampled it, or record output_token_ids.",
+            )
 
 
 def _terminator(spans: Sequence[tuple[int, int]], response: str) -> tuple[int, int] | None:

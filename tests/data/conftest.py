@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from dflash.data.tokenizer import TargetTokenizer, adapt_tokenizer, load_tokenizer
@@ -38,6 +39,23 @@ def llama3_like_tokenizer(smollm2_tokenizer_dir: Path) -> PreTrainedTokenizerFas
 @pytest.fixture(scope="session")
 def llama3_like(llama3_like_tokenizer: PreTrainedTokenizerFast) -> TargetTokenizer:
     return adapt_tokenizer(llama3_like_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_like() -> TargetTokenizer:
+    """A small tokenizer that puts a space in front of each text, as Llama 2's does, with headers of its own."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    specials = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=specials, show_progress=False)
+    backend.train_from_iterator(["the answer is four", "the question is what? a b c", "\n"] * 10, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    return adapt_tokenizer(tokenizer)
 
 
 @pytest.fixture(scope="session")

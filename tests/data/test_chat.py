@@ -120,6 +120,13 @@ def test_answer_that_the_template_changes_is_refused() -> None:
         _turn(source, {"content": "one|two"})
 
 
+def test_call_that_the_template_ignores_is_refused() -> None:
+    source = HEADER + "{{ m.content }}" + FOOTER + "{% endif %}"
+    call = {"type": "function", "function": {"name": "lookup", "arguments": {}}}
+    with pytest.raises(RecordError, match=r"doesn't print the last turn's call of 'lookup'"):
+        _turn(source, {"content": "Let me see", "tool_calls": [call]})
+
+
 def test_trace_prefilled_but_never_printed_is_refused_naming_the_difference() -> None:
     source = HEADER + "{{ m.content }}" + FOOTER + "<think>\n{% endif %}"
     with pytest.raises(RecordError, match=r"at character .*<think>"):

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from dflash.config import TokenizeOptions
 from dflash.data.completions import normalise_record
 from dflash.data.encoders import HuggingFaceEncoder
+from dflash.data.records import Completion
 from dflash.data.rows import RowFlag
 from dflash.data.sampled import check_ids
 from dflash.data.scripts import dominant_script
@@ -265,6 +266,60 @@ def test_loss_on_all_turns_after_the_last_query(smollm2: TargetTokenizer) -> Non
     last = _batch({"messages": messages}, smollm2).rows
     assert smollm2.backend.decode(last.ids[last.mask].tolist(), skip_special_tokens=False) == "second part<|im_end|>"
     assert rows.ids.tolist() == last.ids.tolist()
+
+
+def test_no_space_is_put_in_front_of_a_response(sentencepiece_like: TargetTokenizer, smollm2: TargetTokenizer) -> None:
+    """Such a tokenizer gives a text of its own a first space, which a response that follows a prompt doesn't have."""
+    assert sentencepiece_like.lead
+    assert not smollm2.lead
+    rows = _batch(_record("the answer"), sentencepiece_like).rows
+    whole = "<|user|>\nq?</s><|assistant|>\nthe answer</s>"
+    assert rows.ids.tolist() == sentencepiece_like.backend.encode(whole, add_special_tokens=False).ids
+    assert sentencepiece_like.backend.id_to_token(int(rows.ids[rows.mask][0]))[0] != "▁"
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 10**20) | st.sampled_from([*PIECES, "", "\ud800", "user", "</think>"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["text", "type", "function", "name", "arguments", "a"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+HOSTILE_MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "tool", "developer"])},
+    optional=dict.fromkeys(("content", "reasoning_content", "tool_calls", "name"), VALUES),
+)
+
+
+@given(data=st.data())
+@settings(FEW, max_examples=100)
+def test_hostile_records_become_a_row_or_a_reject(
+    smollm2: TargetTokenizer, chatml: TargetTokenizer, qwen36: TargetTokenizer, data: st.DataObject
+) -> None:
+    answer = {"role": "assistant", "content": "ok then", "reasoning_content": data.draw(VALUES)}
+    completion = Completion(
+        id=None,
+        messages=[*data.draw(st.lists(HOSTILE_MESSAGES, max_size=3)), data.draw(HOSTILE_MESSAGES | st.just(answer))],
+        tools=data.draw(st.none() | st.lists(VALUES, max_size=2)),
+        finish_reason=data.draw(st.sampled_from([None, "stop", "length"])),
+        output_tokens=data.draw(st.none() | st.integers(0, 10**12)),
+        chat_template_kwargs=data.draw(
+            st.dictionaries(st.sampled_from(["enable_thinking", "bos_token", "tools", "x"]), VALUES, max_size=2)
+        ),
+        prompt_token_ids=None,
+        output_token_ids=data.draw(st.none() | st.lists(st.integers(-1, 60_000), min_size=1, max_size=4)),
+        source=None,
+        model=None,
+        file="f",
+        line=1,
+        byte_offset=0,
+    )
+    for tokenizer in (smollm2, chatml, qwen36):
+        batch = tokenize_batch([completion], tokenizer, TokenizeOptions(), HuggingFaceEncoder(tokenizer.backend))
+        assert batch.rows.num_rows + len(batch.rejects) == 1
+        assert len(batch.rows.ids) == len(batch.rows.mask) == batch.rows.offsets[-1]
+        assert (batch.rows.num_loss_tokens >= 2).all()
 
 
 def test_transformers_tokenizer_is_taken_as_it_is(
