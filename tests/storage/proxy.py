@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from dflash.storage import S3Credentials
 
-Kind = Literal["cut", "flip_down", "flip_up", "lose_reply", "unavailable", "empty_page", "stall", "reset"]
+Kind = Literal["cut", "flip_down", "flip_up", "lose_reply", "unavailable", "empty_page", "error_200", "stall", "reset"]
 
 
 @dataclass(slots=True)
@@ -25,7 +25,8 @@ class Fault:
     Attributes:
         kind: `cut` halves the body under a matching Content-Length; `flip_down` and `flip_up` change one bit of the
             reply or of the request's body; `lose_reply` closes after the server did it; `unavailable` answers 503;
-            `empty_page` answers a listing with no keys; `stall` is silent for 30 s; `reset` closes in the middle.
+            `empty_page` answers a listing with no keys; `error_200` an error under
+            status 200; `stall` is silent for 30 s; `reset` closes in the middle.
         pattern: regular expression over `METHOD path?query`.
         times: how often.
     """
@@ -129,6 +130,8 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "empty_page":
             page = "<KeyCount>0</KeyCount><IsTruncated>false</IsTruncated>"
             data = f'<?xml version="1.0"?><ListBucketResult>{page}</ListBucketResult>'.encode()
+        if kind == "error_200":
+            data = b'<?xml version="1.0"?><Error><Code>InternalError</Code><Message>try again</Message></Error>'
         self.answer(status, headers, data, is_reset=kind == "reset")
 
     def answer(self, status: int, headers: dict[str, str], data: bytes, *, is_reset: bool = False) -> None:

@@ -131,6 +131,7 @@ def test_a_listing_that_never_agrees_is_an_error(proxy: Proxy, faulty: Store) ->
         ("unavailable", r"^PUT .*partNumber=1"),
         ("lose_reply", r"^POST .*uploadId="),
         ("unavailable", r"^POST .*uploadId="),
+        ("error_200", r"^POST .*uploadId="),
     ],
 )
 def test_an_upload_in_parts_survives(proxy: Proxy, faulty: Store, direct: Store, kind: Kind, pattern: str) -> None:
@@ -150,7 +151,7 @@ def test_an_upload_in_parts_that_fails_leaves_nothing(proxy: Proxy, faulty: Stor
 
 
 @pytest.mark.parametrize("size", [300_000, 12_000_000])
-@pytest.mark.parametrize("kind", ["lose_reply", "unavailable"])
+@pytest.mark.parametrize("kind", ["lose_reply", "unavailable", "error_200"])
 def test_a_copy_survives_its_reply(proxy: Proxy, faulty: Store, direct: Store, kind: Kind, size: int) -> None:
     data = (DATA * 40)[:size]
     faulty.put_if_absent("a", data)
