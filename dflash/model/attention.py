@@ -197,6 +197,10 @@ class Attention:
 
 def attend_all(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Grouped-query attention of query [Q, R, D] over keys and values [G, L, D] under an optional mask [R, L]."""
+    if mask is not None and query.device.type == "cuda":
+        # With a mask only the memory-efficient kernel avoids all scores at once there, and it wants equal heads.
+        groups = query.shape[0] // keys.shape[0]
+        keys, values = keys.repeat_interleave(groups, dim=0), values.repeat_interleave(groups, dim=0)
     out: Tensor = functional.scaled_dot_product_attention(
         query[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
     )
