@@ -73,11 +73,18 @@ class GateThresholds(RunModel):
     max_reject_reason_share: float = Field(
         default=0.03, ge=0, le=1, description="Largest share of records rejected for one reason."
     )
-    max_mix_shift: float = Field(
+    max_source_shift: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Largest total variation distance of the source mix from the current version; new sources are "
+        "usual, so the default only reports it.",
+    )
+    max_script_shift: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="Largest total variation distance of the source or script mix from the current version.",
+        description="Largest total variation distance of the language (script) mix from the current version.",
     )
     min_rows: int = Field(default=1, ge=1, description="Fewest rows in a batch.")
     override_reason: str | None = Field(

@@ -186,14 +186,16 @@ class Manifest(Contract):
     def _consistent(self) -> Self:
         if self.counts != Counts.of(self.shards):
             raise ValueError(f"counts {self.counts} differ from the sum over the shards {Counts.of(self.shards)}")
+        if self.version == 1 and self.parent is not None:
+            raise ValueError(f"version 1 has no parent, found {self.parent}")
         if len({entry.sha256 for entry in self.shards}) != len(self.shards):
             raise ValueError("a shard is named twice")
         return self
 
     @property
     def digest(self) -> Sha256:
-        """SHA-256 over all but `created_at` and the encoders: the same input gives the same digest anywhere, any day."""
-        volatile = {"created_at": True, "shards": {"__all__": {"encoder"}}}
+        """SHA-256 over all but `created_at` and encoders: the same input gives the same digest anywhere, any day."""
+        volatile: Any = {"created_at": True, "shards": {"__all__": {"encoder"}}}
         return sha256_hex(canonical_json(self.model_dump(mode="json", exclude=volatile)))
 
     @property

@@ -71,7 +71,9 @@ def inspect_command(
     if as_json:
         sys.stdout.write(json.dumps(found.to_json(), ensure_ascii=False) + "\n")
         return
-    Console().print(render_sample(found, load_tokenizer(tokenizer or manifest.tokenizer.name)))
+    console = Console()
+    loaded = load_tokenizer(tokenizer or manifest.tokenizer.name)
+    console.print(render_sample(found, loaded, colour=console.is_terminal))
 
 
 def verify_command(
@@ -85,7 +87,10 @@ def verify_command(
 
     root = DatasetRoot.open(dataset, store_credentials(), cache())
     report = verify_dataset(root, root.manifest(version))
-    print_result(report.to_json(), as_json=as_json)
+    if as_json:
+        print_result(report.to_json(), as_json=True)
+    elif not report.problems:
+        sys.stdout.write(f"{report.describe()}\n")
     if report.problems:
         raise DamagedDatasetError(report.describe())
 

@@ -38,6 +38,7 @@ from tasks.tokenization import (
 )
 
 # Threads only wait: for the store, or for a process of the pool. Task runs in flight are bounded below.
+RESULT: dict[str, Any] = {"persist_result": True, "result_serializer": "json"}
 RUNNER = ThreadPoolTaskRunner(max_workers=512)
 SHARDS_AHEAD = 2  # shards whose files are fetched while every process has a shard in work
 
@@ -49,7 +50,7 @@ def run_name() -> str:
     return f"tokenize-{PurePosixPath(source.rstrip('/')).name}"
 
 
-@flow(name="tokenize-completions", flow_run_name=run_name, task_runner=RUNNER)
+@flow(name="tokenize-completions", flow_run_name=run_name, task_runner=RUNNER, **RESULT)
 def tokenize_completions(config: TokenizeRun) -> dict[str, Any]:
     """Tokenize a batch of completions, judge it, and publish it as version 1 of a dataset.
 
@@ -82,8 +83,8 @@ def tokenize_completions(config: TokenizeRun) -> dict[str, Any]:
     }
 
 
-@flow(name="tokenize-shard", flow_run_name="tokenize-shard-{config.shard}", task_runner=RUNNER)
-def tokenize_one_shard(config: ShardRun) -> dict[str, Any]:
+@flow(name="tokenize-shard", flow_run_name="tokenize-{config.shard}", task_runner=RUNNER, **RESULT)
+def tokenize_shard_flow(config: ShardRun) -> dict[str, Any]:
     """Tokenize one shard of a run again and put it in place; the run then finds it done.
 
     Args:

@@ -8,6 +8,7 @@ any two steps leaves the old version; the loser of a race gets an error that say
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -171,6 +172,11 @@ class DatasetRoot:
                     found[fingerprint] = receipt
         return found
 
+    def missing_shards(self, entries: Iterable[ShardEntry]) -> list[ShardEntry]:
+        """Those whose shard or index is not in place with the right size, by two listings."""
+        stored = self._stored()
+        return [entry for entry in entries if not stored.holds(entry)]
+
     def _stored(self) -> _Stored:
         shards = {item.key: item.size for item in self.store.list("shards")}
         return _Stored(shards, {item.key: item.size for item in self.meta.list("index")})
@@ -184,8 +190,7 @@ class DatasetRoot:
             DatasetError: a shard that the manifest names is missing.
             PublishConflictError: another publisher replaced the pointer first; says which version won.
         """
-        stored = self._stored()
-        missing = [entry.key for entry in manifest.shards if not stored.holds(entry)]
+        missing = [entry.key for entry in self.missing_shards(manifest.shards)]
         if missing:
             raise DatasetError(
                 f"{manifest.name} can't be published: {len(missing)} of its shards are not in {self.uri}, "

@@ -269,14 +269,14 @@ def _unexplained_counts(columns: BatchColumns) -> BoolArray:
 
 
 def _mix_findings(mix: Baseline, baseline: Baseline | None, limits: GateThresholds) -> Iterable[Finding]:
-    pairs = {
-        "source_mix": (mix.sources, baseline.sources if baseline else {}),
-        "script_mix": (mix.scripts, baseline.scripts if baseline else {}),
-    }
-    for rule, (new, old) in pairs.items():
-        shift = mix_shift(new, old)
-        passed = shift is None or shift <= limits.max_mix_shift
-        yield make_finding(rule, shift, sum(new.values()), passed=passed, at_most=limits.max_mix_shift)
+    old = baseline or Baseline(sources={}, scripts={})
+    pairs = (
+        ("source_mix", mix.sources, old.sources, limits.max_source_shift),
+        ("script_mix", mix.scripts, old.scripts, limits.max_script_shift),
+    )
+    for rule, new_mix, old_mix, limit in pairs:
+        shift = mix_shift(new_mix, old_mix)
+        yield make_finding(rule, shift, sum(new_mix.values()), passed=shift is None or shift <= limit, at_most=limit)
 
 
 def _row_counts(columns: BatchColumns) -> RowCounts:

@@ -24,6 +24,7 @@ from dflash.errors import DatasetError
 
 SCHEMA_VERSION = 1
 ROWS_PER_BATCH = 1000
+_END_MARK = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of an Arrow IPC stream
 
 # Declared once. `datasets` reads it as List(int32), List(bool), string, string, int32.
 SHARD_SCHEMA = pa.schema(
@@ -46,7 +47,7 @@ INDEX_SCHEMA = pa.schema(
         pa.field("num_loss_tokens", pa.int32()),
         pa.field("output_tokens", pa.int32()),  # null where the record doesn't say
         pa.field("finish_reason", pa.string()),  # empty where the record doesn't say
-        pa.field("flags", pa.uint16()),  # dflash.data.rows.RowFlag
+        pa.field("flags", pa.uint16()),  # bits of RowFlag
         pa.field("script", pa.string()),  # dominant script of the response: latin, han, ...
     ]
 )
@@ -229,12 +230,23 @@ def read_batches(path: Path, schema: pa.Schema = SHARD_SCHEMA) -> Iterator[pa.Re
                     f"{path} has another schema.\n  expected: {_one_line(schema)}\n"
                     f"  found:    {_one_line(reader.schema)}"
                 )
-            yield from reader
-    except (pa.ArrowInvalid, OSError) as error:
+            for batch in reader:
+                batch.validate(full=True)  # before anything follows its offsets
+                yield batch
+        _require_end_mark(path)
+    except (pa.ArrowException, OSError) as error:
         raise DatasetError(
             f"{path} can't be read as an Arrow IPC stream: {error}. Expected a whole stream file; "
             "verify the dataset and restore the shard from a backup or tokenize it again."
         ) from error
+
+
+def _require_end_mark(path: Path) -> None:
+    """A stream that was cut between two batches reads as a shorter one without an error; only the mark tells."""
+    with path.open("rb") as stream:
+        stream.seek(-len(_END_MARK), os.SEEK_END)
+        if stream.read() != _END_MARK:
+            raise DatasetError(f"{path} has no end mark: it was cut between two record batches. Verify the dataset.")
 
 
 def read_index(path: Path) -> pa.Table:

@@ -6,7 +6,9 @@ What a step leaves is immutable and named by its content or fingerprint, so ever
 
 from __future__ import annotations
 
+import collections
 import itertools
+import json
 import shutil
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ from dflash.config import TokenizeRun
 from dflash.data.dataset import DatasetRoot, Pointer
 from dflash.data.plan import CODE_VERSION, PlannedFile, ShardPlan, list_completions, plan_shards
 from dflash.data.pool import TokenizePool
-from dflash.data.quality import QualityReport, assess, baseline_of, enforce
+from dflash.data.quality import Baseline, QualityReport, assess, baseline_of, enforce
 from dflash.data.report import render_html
 from dflash.data.shard_job import INDEX_FILE, REJECTS_FILE, SHARD_FILE, LocalInput, ShardJob, read_spooled
 from dflash.data.shards import SCHEMA_VERSION, read_index
@@ -34,6 +36,8 @@ from dflash.manifest import (
     sha256_hex,
 )
 from dflash.storage import S3Credentials, Store, open_store
+
+EXAMPLES_PER_REASON = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +140,29 @@ class TokenizeSession:
             num_records=sum(receipt.num_records for receipt in receipts),
             thresholds=self.run.gate,
             baseline=self._baseline(),
+            reject_examples=self._reject_examples(receipts),
         )
 
-    def _baseline(self) -> object:
+    def _baseline(self) -> Baseline | None:
         current = self.root.current()
         return None if current is None else baseline_of(current.quality)
+
+    def _reject_examples(self, receipts: Iterable[ShardReceipt]) -> dict[str, list[str]]:
+        """Up to ten `file:line` for each reject reason."""
+        examples: dict[str, list[str]] = collections.defaultdict(list)
+        for receipt in receipts:
+            if receipt.rejects_sha256 is not None:
+                for line in self._rejects_of(receipt).splitlines():
+                    reject = json.loads(line)
+                    if len(examples[reject["reason"]]) < EXAMPLES_PER_REASON:
+                        examples[reject["reason"]].append(f"{reject['file']}:{reject['line']}")
+        return dict(examples)
+
+    def _rejects_of(self, receipt: ShardReceipt) -> bytes:
+        spooled = self._workspace.spool / receipt.shard.fingerprint / REJECTS_FILE
+        if spooled.is_file():
+            return spooled.read_bytes()
+        return self.root.meta.read(f"rejects/{receipt.rejects_sha256}.jsonl", sha256=receipt.rejects_sha256)
 
     def _index_path(self, receipt: ShardReceipt) -> Path:
         spooled = self._workspace.spool / receipt.shard.fingerprint / INDEX_FILE
