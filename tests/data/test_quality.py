@@ -229,8 +229,10 @@ class TestEachRule:
         assert judge(table, baseline=same).passed
         other = Baseline(sources={"code": 5000}, scripts={"cyrillic": 5000})
         report = judge(table, baseline=other)
-        assert failed(report) == {"source_mix", "script_mix"}
+        assert failed(report) == {"script_mix"}
         assert finding(report, "source_mix").value == 1.0
+        strict = judge(table, baseline=other, limits=GateThresholds(max_source_shift=0.5))
+        assert failed(strict) == {"source_mix", "script_mix"}
 
     def test_a_small_batch_of_many_sources_is_not_shifted_by_chance(self) -> None:
         baseline = Baseline(sources={f"s{number}": 100 for number in range(50)}, scripts={"latin": 5000})
