@@ -2,7 +2,7 @@
 
 - Keys are relative to the store's root, `/`-separated and checked (`location.check_key`).
 - What is read is whole: its size, and its digest where one travelled separately, are compared before it is returned.
-- `put_if_absent` and `replace` are atomic: of any number of writers exactly one wins, and readers see the old or the
+- `replace`, and `put_if_absent` of what is not large, are atomic: of any number of writers exactly one wins, and readers see the old or the
   new object, whole. A reply that was lost is told from a conflict by reading back.
 - A store pickles by its URI and credentials and is opened anew in the child. Start children with `spawn`: the S3 client
   hangs after a fork.
@@ -143,6 +143,10 @@ class Store(ABC):
     @abstractmethod
     def put_if_absent(self, key: str, source: bytes | Path, *, sha256: str | None = None) -> bool:
         """Store an object that isn't there yet; return False where the same content is there already.
+
+        Objects over `TransferLimits.multipart_threshold_bytes` need keys named after their content: one that is there
+        is compared by size alone (a rerun must be cheap), and servers check the condition of a multipart completion
+        without being atomic (measured on SeaweedFS: of writers with different content two reported success).
 
         Args:
             key: the object.
