@@ -2,8 +2,8 @@
 
 - Keys are relative to the store's root, `/`-separated and checked (`location.check_key`).
 - What is read is whole: its size, and its digest where one travelled separately, are compared before it is returned.
-- `replace`, and `put_if_absent` of what is not large, are atomic: of any number of writers exactly one wins, and readers see the old or the
-  new object, whole. A reply that was lost is told from a conflict by reading back.
+- `replace`, and `put_if_absent` of what is not large, are atomic: of any number of writers exactly one wins, and
+  readers see the old or the new object, whole. A reply that was lost is told from a conflict by reading back.
 - A store pickles by its URI and credentials and is opened anew in the child. Start children with `spawn`: the S3 client
   hangs after a fork.
 """
