@@ -21,9 +21,9 @@ LONGEST = TokenizeOptions(max_seq_len=1_048_576)
 EXAMPLES_CHECKED = 300
 
 
-def _read(folder: Path, limit: int | None = None) -> list[Completion]:
+def _read(folder: Path, pattern: str = "*.jsonl", limit: int | None = None) -> list[Completion]:
     entries = itertools.chain.from_iterable(
-        read_completions(path, file=path.name) for path in sorted(folder.glob("*.jsonl*"))
+        read_completions(path, file=path.name) for path in sorted(folder.glob(pattern))
     )
     completions = [entry for entry in entries if isinstance(entry, Completion)]
     return completions[:: max(len(completions) // limit, 1)] if limit else completions
@@ -36,7 +36,7 @@ def conversations(shared_data: Path) -> list[Completion]:
 
 @pytest.fixture(scope="module")
 def examples(example_completions: Path) -> list[Completion]:
-    found = _read(example_completions, EXAMPLES_CHECKED) if example_completions.is_dir() else []
+    found = _read(example_completions, "part-*.jsonl*", EXAMPLES_CHECKED) if example_completions.is_dir() else []
     if not found:
         pytest.skip("the example completions are not in this checkout yet")
     return found
