@@ -81,8 +81,8 @@ class Speculator:
     def __init__(self, target: Target, drafter: Drafter, draft_ids: Sequence[int] | None = None) -> None:
         if target.layer_ids != drafter.config.target_layer_ids:
             raise UsageError(
-                f"The drafter reads layers {list(drafter.config.target_layer_ids)} of its target, but the target captures "
-                f"{list(target.layer_ids)}. Load the target with the drafter's target_layer_ids."
+                f"The drafter reads layers {list(drafter.config.target_layer_ids)} of its target, but the target "
+                f"captures {list(target.layer_ids)}. Load the target with the drafter's target_layer_ids."
             )
         self.target = target
         self.drafter = drafter.eval()

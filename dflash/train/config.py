@@ -92,6 +92,7 @@ class TrainConfig(RunModel):
     )
     attention: Literal["auto", "dense", "sdpa", "flex"] = Field(default="auto", description="`auto`: flex on CUDA.")
     sharding: Literal["replicate", "fsdp"] = Field(default="replicate", description="Of the drafter over the ranks.")
+    recompute: bool = Field(default=False, description="Recompute the drafter's layers in the backward pass.")
     copy_target_norm: bool = Field(default=True, description="Start the final norm from the target's.")
     max_skipped_rows: int = Field(default=100, ge=0, description="Non-finite rows that are left out before it stops.")
     checkpoint_every: int = Field(default=1000, ge=1, description="Steps between checkpoints.")

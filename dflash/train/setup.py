@@ -24,8 +24,8 @@ def drafter_config(config: TrainConfig, text_config: object) -> DrafterConfig:
     """
     if config.drafter.mask_token_id is None:
         raise UsageError(
-            "drafter.mask_token_id is missing. Give an id that the target never writes: the tokenizer's mask token, else "
-            "the first embedding row without a token, else the padding id."
+            "drafter.mask_token_id is missing. Give an id that the target never writes: the tokenizer's mask token, "
+            "else the first embedding row without a token, else the padding id."
         )
     return DrafterConfig.for_target(text_config, **config.drafter.chosen())
 
@@ -38,7 +38,7 @@ def build_drafter(config: TrainConfig, network: DrafterConfig, target: Target) -
     attention = config.attention
     if attention == "auto":
         attention = "flex" if target.device.type == "cuda" else "sdpa"
-    drafter = Drafter(network, attention)
+    drafter = Drafter(network, attention, recompute=config.recompute)
     drafter.initialize(named_generator(f"{config.seed}/weights"))
     if config.copy_target_norm:
         copy_final_norm(drafter, target)

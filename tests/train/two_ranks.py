@@ -1,0 +1,43 @@
+"""Started by torchrun: trains the tiny drafter on this rank's share. Arguments: run folder, sharding, shard files."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+
+from dflash.data.batches import LocalShards
+from dflash.model.drafter import Drafter
+from dflash.train.config import OptimizerConfig, TrainConfig
+from dflash.train.loop import Run
+from dflash.train.sharding import shard
+from dflash.train.world import join
+
+
+def main(run_dir: Path, sharding: str, shards: list[Path]) -> None:
+    spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("conftest.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    tiny = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tiny)
+    torch.set_num_threads(1)
+    with join("gloo", timeout_s=120) as world:
+        drafter = Drafter(tiny.tiny_config())
+        drafter.initialize(torch.Generator().manual_seed(1))
+        if sharding == "fsdp":
+            shard(drafter)
+        config = TrainConfig(
+            pack_tokens=40,
+            num_anchors=6,
+            num_epochs=2,
+            accumulation=2 // world.size,
+            sharding=sharding,
+            optimizer=OptimizerConfig(learning_rate=3e-3),
+        )
+        Run(config, tiny.TinyTarget(), drafter, LocalShards.scan(shards), run_dir).train()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], [Path(name) for name in sys.argv[3:]])
