@@ -35,7 +35,7 @@ SERVER = "prefect-server"
 WORKERS = {"cpu": "worker-cpu", "b200": "worker-b200"}
 """Part names of the workers by work pool."""
 
-WORKER_TIMEOUT_S = 90
+WORKER_TIMEOUT_S = 180
 SILENCE_S = 60
 """Six heartbeats: a worker that was silent for longer is unhealthy. Prefect's own state of it flaps under load."""
 
