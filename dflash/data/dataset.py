@@ -8,11 +8,12 @@ any two steps leaves the old version; the loser of a race gets an error that say
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from dflash.data.shards import SHARD_SCHEMA
 from dflash.errors import DatasetError, ObjectNotFoundError, PreconditionError, PublishConflictError, UsageError
@@ -21,7 +22,10 @@ from dflash.storage import S3Credentials, Store, open_store
 
 POINTER_KEY = "state.json"
 INFO_KEY = "dataset_info.json"
+REQUESTS_AT_ONCE = 16
 Action = Literal["publish", "rollback", "restore", "adopt"]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +34,6 @@ class Pointer:
 
     record: PointerRecord
     etag: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Sizes of the shards and indexes that two listings found, by key."""
-
-    shards: dict[str, int]
-    indexes: dict[str, int]
-
-    def holds(self, entry: ShardEntry) -> bool:
-        return self.shards.get(entry.key) == entry.num_bytes and self.indexes.get(entry.index_key) == entry.index_bytes
 
 
 class DatasetRoot:
@@ -159,27 +152,37 @@ class DatasetRoot:
             store.download(key, path, sha256=sha256)
         return path
 
-    def receipts(self, fingerprints: set[str]) -> dict[str, ShardReceipt]:
-        """Receipts of those fingerprints whose shard and index are in place, by fingerprint."""
-        listed = {item.key for item in self.meta.list("receipts")}
-        stored = self._stored()
-        found: dict[str, ShardReceipt] = {}
-        for fingerprint in sorted(fingerprints):
-            key = f"receipts/{fingerprint}.json"
-            if key in listed:
-                receipt = ShardReceipt.from_bytes(self.meta.read(key), f"{self.meta.uri}/{key}")
-                if stored.holds(receipt.shard):
-                    found[fingerprint] = receipt
-        return found
+    def receipts(self, fingerprints: Iterable[str]) -> dict[str, ShardReceipt]:
+        """Receipts of those fingerprints whose shard and index are in place, by fingerprint.
+
+        Asks for each object instead of listing: a listing of a prefix that another run writes to is never stable.
+        """
+        found = [receipt for receipt in _in_parallel(self._read_receipt, fingerprints) if receipt is not None]
+        missing = {entry.sha256 for entry in self.missing_shards(receipt.shard for receipt in found)}
+        return {receipt.shard.fingerprint: receipt for receipt in found if receipt.shard.sha256 not in missing}
+
+    def _read_receipt(self, fingerprint: str) -> ShardReceipt | None:
+        key = f"receipts/{fingerprint}.json"
+        try:
+            return ShardReceipt.from_bytes(self.meta.read(key), f"{self.meta.uri}/{key}")
+        except ObjectNotFoundError:
+            return None
 
     def missing_shards(self, entries: Iterable[ShardEntry]) -> list[ShardEntry]:
-        """Those whose shard or index is not in place with the right size, by two listings."""
-        stored = self._stored()
-        return [entry for entry in entries if not stored.holds(entry)]
+        """Those whose shard or index is not in place with the right size."""
+        wanted = list(entries)
+        return [
+            entry for entry, in_place in zip(wanted, _in_parallel(self._is_stored, wanted), strict=True) if not in_place
+        ]
 
-    def _stored(self) -> _Stored:
-        shards = {item.key: item.size for item in self.store.list("shards")}
-        return _Stored(shards, {item.key: item.size for item in self.meta.list("index")})
+    def _is_stored(self, entry: ShardEntry) -> bool:
+        try:
+            return (
+                self.store.head(entry.key).size == entry.num_bytes
+                and self.meta.head(entry.index_key).size == entry.index_bytes
+            )
+        except ObjectNotFoundError:
+            return False
 
     def publish(self, manifest: Manifest, expected: Pointer | None, action: Action = "publish") -> Pointer:
         """Make `manifest` current on the condition that the pointer is still `expected`.
@@ -190,7 +193,9 @@ class DatasetRoot:
             DatasetError: a shard that the manifest names is missing.
             PublishConflictError: another publisher replaced the pointer first; says which version won.
         """
-        missing = [entry.key for entry in self.missing_shards(manifest.shards)]
+        known = set() if expected is None else {entry.sha256 for entry in self.manifest_of(expected.record).shards}
+        new = [entry for entry in manifest.shards if entry.sha256 not in known]
+        missing = [entry.key for entry in self.missing_shards(new)]
         if missing:
             raise DatasetError(
                 f"{manifest.name} can't be published: {len(missing)} of its shards are not in {self.uri}, "
@@ -234,6 +239,11 @@ class DatasetRoot:
                 f"  expected: {read} to be current\n  found:    {won}\nRun it again: it plans on the new version."
             ) from error
         return Pointer(record, etag)
+
+
+def _in_parallel(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as threads:
+        return list(threads.map(function, items))
 
 
 def datasets_state(manifest: Manifest) -> dict[str, Any]:

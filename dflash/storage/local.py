@@ -57,7 +57,8 @@ class LocalStore(Store):
         """See `Store.list`; without ETags, since no content is read."""
         with _as_storage_error(self.uri):
             files = [path for path in self._walk(prefix) if not is_hidden(path.name)]
-            infos = [ObjectInfo(self._key(path), path.stat().st_size) for path in files]
+            stats = [(path, path.stat()) for path in files]
+            infos = [ObjectInfo(self._key(path), stat.st_size, modified_s=stat.st_mtime) for path, stat in stats]
         return sorted(infos, key=lambda info: info.key)
 
     def head(self, key: str) -> ObjectInfo:

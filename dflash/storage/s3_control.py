@@ -120,7 +120,8 @@ class S3Control:
             for entry in contents:
                 if not entry["Key"].endswith("/"):  # a folder marker that consoles make
                     key = check_key(self._relative(entry["Key"]))
-                    infos.append(ObjectInfo(key, entry["Size"], unquote_etag(entry["ETag"])))
+                    etag, modified = unquote_etag(entry["ETag"]), entry["LastModified"].timestamp()
+                    infos.append(ObjectInfo(key, entry["Size"], etag, modified))
             if not page["IsTruncated"]:
                 return sorted(infos, key=lambda info: info.key)
             if not page.get("NextContinuationToken"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -28,11 +28,13 @@ class ObjectInfo:
         key: relative to the store's root.
         size: bytes.
         etag: the store's version mark without quotes; None where a folder was listed (content was not read).
+        modified_s: when it was written, in seconds since the epoch by the store's clock; 0 where that isn't known.
     """
 
     key: str
     size: int
     etag: str | None = None
+    modified_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class TransferCounters:
     def add(self, counts: TransferCounts) -> None:
         """Add counts, for example those that a worker process brought back."""
         with self._lock:
-            names = [field.name for field in fields(TransferCounts)]
+            names = [item.name for item in fields(TransferCounts)]
             self._counts = TransferCounts(*(getattr(self._counts, n) + getattr(counts, n) for n in names))
 
     def snapshot(self) -> TransferCounts:
