@@ -27,7 +27,7 @@ from dflash.errors import GateError, UsageError
 from dflash.manifest import Manifest, ShardReceipt
 from flows.progress import ProgressBoard
 from flows.shard_table import ShardOutcome, publish_table, raise_for_failures
-from tasks.settings import s3_credentials, settings
+from tasks.settings import log_to_run, s3_credentials, settings
 from tasks.tokenization import (
     assess_quality,
     download_files,
@@ -62,6 +62,7 @@ def tokenize_completions(config: TokenizeRun) -> dict[str, Any]:
     Returns:
         Counts, version and the report's URI.
     """
+    log_to_run()
     workspace = Workspace(settings().work, settings().cache)
     board = ProgressBoard(key="tokenize-progress")
     with TokenizeSession(config, s3_credentials(), workspace) as session:
@@ -93,6 +94,7 @@ def tokenize_shard_flow(config: ShardRun) -> dict[str, Any]:
     Returns:
         The shard's name and counts.
     """
+    log_to_run()
     workspace = Workspace(settings().work, settings().cache)
     with TokenizeSession(config.run, s3_credentials(), workspace) as session:
         plans = list_completions(session)

@@ -51,6 +51,12 @@ class _AwsEnvironment(BaseSettings):
     session_token: SecretStr | None = Field(default=None)
 
 
+def log_to_run() -> None:
+    """Let INFO lines of the library reach the flow run's log: Prefect forwards the loggers, but sets no level."""
+    for name in ("dflash", "tasks"):
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
 def settings() -> Settings:
     """Settings of this process."""
     return Settings()

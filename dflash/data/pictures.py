@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from dflash.data.quality_report import Distribution, QualityReport
 
@@ -59,6 +57,9 @@ def _pairs(distribution: Distribution) -> list[tuple[float, float]]:
 
 def _draw(distribution: Distribution, alarmed: Sequence[bool], label: str) -> bytes:
     """Bars of equal width a bin, from the first that holds a row to the last, with an empty one at each side."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of import, for reports only
+    from matplotlib.figure import Figure
+
     filled = np.flatnonzero(distribution.bins)
     first, last = max(0, int(filled[0]) - 1), min(len(distribution.bins), int(filled[-1]) + 2)
     counts = np.array(distribution.bins[first:last])
