@@ -211,7 +211,7 @@ def _fetch(source: Store, info: ObjectInfo, work: Path) -> Path:
     if local is not None:
         return local
     name = fingerprint_of({"source": source.uri, "key": info.key, "etag": info.etag, "size": info.size})
-    path = work / "adopt" / f"{name}.download"
+    path = work / "adopt" / f"{name[:16]}-{Path(info.key).name}"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         source.download(info.key, path, expect=info)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dflash.data.rows import TokenizedRows
-from dflash.data.shards import SHARD_SCHEMA, ShardWriter, WrittenShard
+from dflash.data.shards import SHARD_SCHEMA, ShardWriter, WrittenShard, read_batches
 from dflash.errors import DatasetError, IncompatibleError
 
 IntArray = npt.NDArray[np.int64]
@@ -82,7 +81,10 @@ def read_schema(path: Path) -> pa.Schema:
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as reader:
             return reader.schema
     except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
+        raise DatasetError(
+            f"{path} can't be read as an Arrow IPC stream: {error}. Expected a file that save_to_disk wrote; copy the "
+            "dataset again."
+        ) from error
 
 
 def write_rows(path: Path, key: str, columns: ColumnPlan, limits: RowLimits, writer: ShardWriter) -> WrittenShard:
@@ -96,28 +98,14 @@ def write_rows(path: Path, key: str, columns: ColumnPlan, limits: RowLimits, wri
         writer: takes the rows; is closed.
 
     Raises:
-        DatasetError: a row can't be used; names file, row and why.
+        DatasetError: the file is damaged or has other columns than the first; or a row can't be used: names file, row
+            and why.
     """
     start = 0
-    for batch in _batches(path, key, columns):
+    for batch in read_batches(path, columns.schema):
         writer.write(_rows(batch, f"{key}:", start, limits))
         start += batch.num_rows
     return writer.close()
-
-
-def _batches(path: Path, key: str, columns: ColumnPlan) -> Iterator[pa.RecordBatch]:
-    try:
-        with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as reader:
-            if not reader.schema.equals(columns.schema):
-                raise DatasetError(
-                    f"{key} has other columns than the first file of the dataset.\n  expected: "
-                    f"{_one_line(columns.schema)}\n  found:    {_one_line(reader.schema)}\nSave the dataset anew."
-                )
-            for batch in reader:
-                batch.validate(full=True)
-                yield batch
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
 
 
 def _rows(batch: pa.RecordBatch, prefix: str, start: int, limits: RowLimits) -> TokenizedRows:
@@ -236,14 +224,3 @@ def _wanted(name: str) -> str:
         "source": "string, or missing",
         "num_loss_tokens": "integer, or missing",
     }[name]
-
-
-def _one_line(schema: pa.Schema) -> str:
-    return ", ".join(f"{field.name}: {field.type}" for field in schema)
-
-
-def _unreadable(path: Path, error: Exception) -> DatasetError:
-    return DatasetError(
-        f"{path} can't be read as an Arrow IPC stream: {error}. Expected a file that save_to_disk wrote; copy the "
-        "dataset again."
-    )

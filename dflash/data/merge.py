@@ -7,6 +7,7 @@ those of which rows are dropped. Steps: `check_compatible` before anything is ma
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,8 +16,9 @@ from dflash.data.dataset import DatasetRoot, Pointer
 from dflash.data.merge_plan import Cut, MergePlan, ShardFiles
 from dflash.data.plan import CODE_VERSION
 from dflash.data.rewrite import RewrittenShard, drop_rows
+from dflash.data.shard_job import REJECTS_FILE
 from dflash.errors import DamagedDatasetError, IncompatibleError
-from dflash.manifest import Counts, Manifest, ShardEntry
+from dflash.manifest import Counts, Manifest, ShardEntry, ShardReceipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +133,12 @@ def publish_merge(root: DatasetRoot, plan: MergePlan, manifest: Manifest) -> Poi
         PublishConflictError: another publisher was first; plan again.
     """
     return root.publish(manifest, expected=plan.pointer)
+
+
+def put_rejects(root: DatasetRoot, receipts: Iterable[ShardReceipt], spool: Path) -> None:
+    """Store the rejects of shards that are still spooled; the manifest names them even where the shard is rewritten."""
+    for receipt in receipts:
+        path = spool / receipt.shard.fingerprint / REJECTS_FILE
+        if receipt.rejects_sha256 is not None and path.is_file():
+            key = f"rejects/{receipt.rejects_sha256}.jsonl"
+            root.meta.put_if_absent(key, path, sha256=receipt.rejects_sha256)

@@ -76,11 +76,11 @@ def drop_rows(entry: ShardEntry, keep: BoolArray, shard: Path, index: Path, fold
 
 def rows_of(shard: pa.RecordBatch, index: pa.Table) -> TokenizedRows:
     """Rows of a shard (`SHARD_SCHEMA`) with what its index (`INDEX_SCHEMA`) says about them, as flat buffers."""
-    lengths = pc.list_value_length(shard["input_ids"]).to_numpy(zero_copy_only=False).astype(np.int64)
+    ids, offsets = flat_ids(shard)
     output = pc.fill_null(index["output_tokens"], -1)
     return TokenizedRows(
-        ids=shard["input_ids"].flatten().to_numpy(),
-        offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
+        ids=ids,
+        offsets=offsets,
         mask=shard["loss_mask"].flatten().to_numpy(zero_copy_only=False).astype(np.bool_),
         sample_ids=shard["sample_id"].to_pylist(),
         sources=shard["source"].to_pylist(),
@@ -90,3 +90,9 @@ def rows_of(shard: pa.RecordBatch, index: pa.Table) -> TokenizedRows:
         flags=index["flags"].to_numpy(),
         scripts=index["script"].to_pylist(),
     )
+
+
+def flat_ids(shard: pa.RecordBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """The ids of all rows joined, and where each row starts in them."""
+    lengths = pc.list_value_length(shard["input_ids"]).to_numpy(zero_copy_only=False).astype(np.int64)
+    return shard["input_ids"].flatten().to_numpy(), np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
