@@ -43,10 +43,10 @@ def interleave(candidates: Mapping[str, Callable[[], object]], repetitions: int)
 
 def machine() -> str:
     """Processor model and cores, for the table's caption."""
-    models = [
-        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return f"{models[0] if models else platform.processor()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
+    cores = len(os.sched_getaffinity(0))
+    return f"{models[0] if models else platform.processor()}, {cores} cores, Python {platform.python_version()}"
 
 
 def print_table(rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -106,6 +106,11 @@ class TokenizeRun(RunModel):
     )
     download_concurrency: int = Field(default=32, ge=1, le=256, description="Downloads at a time.")
     num_workers: int = Field(default=0, ge=0, le=1_024, description="Tokenizing processes; 0 takes one for each core.")
+    encoder: Literal["auto", "huggingface"] = Field(
+        default="auto",
+        description="`auto`: the fast encoder where it is proven to give the same ids and the batch is large enough "
+        "to repay its start; `huggingface`: always the reference. The ids are the same.",
+    )
     trust_remote_code: bool = Field(default=False, description="Run code that the tokenizer's repository ships.")
 
 

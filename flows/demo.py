@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -113,13 +113,17 @@ def run_deployed(run: TokenizeRun) -> dict[str, Any]:
     Raises:
         ServiceError: the flow run did not complete; its message and address.
     """
+    from prefect.client.schemas.objects import FlowRun
     from prefect.deployments import run_deployment
     from prefect.settings import PREFECT_UI_URL
 
-    flow_run = run_deployment(
-        "tokenize-completions/tokenize-completions",
-        parameters={"config": run.model_dump(mode="json")},
-        poll_interval=1,
+    flow_run = cast(
+        "FlowRun",
+        run_deployment(
+            "tokenize-completions/tokenize-completions",
+            parameters={"config": run.model_dump(mode="json")},
+            poll_interval=1,
+        ),
     )
     state = flow_run.state
     if state is None or not state.is_completed():

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, cast
 from uuid import UUID
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
@@ -69,7 +70,7 @@ class ProgressBoard:
         self._start = time.monotonic()
         self._listener = listener.get()
         self._shown_at = time.monotonic()
-        self._artifact_id: UUID = create_progress_artifact(0.0, key=key, description="planning")
+        self._artifact_id = cast("UUID", create_progress_artifact(0.0, key=key, description="planning"))
 
     @property
     def progress(self) -> Progress:
@@ -77,7 +78,7 @@ class ProgressBoard:
         with self._lock:
             return replace(self._progress, seconds=time.monotonic() - self._start)
 
-    def set(self, **values: int | str) -> None:
+    def set(self, **values: Any) -> None:
         """Set totals or the step."""
         with self._lock:
             self._progress = replace(self._progress, **values)

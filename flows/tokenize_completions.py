@@ -20,7 +20,8 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from dflash.config import ShardRun, TokenizeRun
 from dflash.data.plan import ShardPlan
-from dflash.data.quality import QualityReport, enforce
+from dflash.data.quality import enforce
+from dflash.data.quality_report import QualityReport
 from dflash.data.report import render_markdown
 from dflash.data.tokenize_run import TokenizeSession, Workspace, group_files
 from dflash.errors import GateError, UsageError
@@ -39,7 +40,7 @@ from tasks.tokenization import (
 
 # Threads only wait: for the store, or for a process of the pool. Task runs in flight are bounded below.
 RESULT: dict[str, Any] = {"persist_result": True, "result_serializer": "json"}
-RUNNER = ThreadPoolTaskRunner(max_workers=512)
+RUNNER: Any = ThreadPoolTaskRunner(max_workers=512)  # its own generic type fits no flow decorator
 SHARDS_AHEAD = 2  # shards whose files are fetched while every process has a shard in work
 
 
@@ -104,7 +105,7 @@ def tokenize_shard_flow(config: ShardRun) -> dict[str, Any]:
                 "as in the table of the run."
             )
         plan = plans[config.shard_number]
-        downloads = [
+        downloads: Any = [
             download_files.submit(session, group, f"{plan.name}-{number}")
             for number, group in enumerate(group_files(plan.files, config.run.files_per_download))
         ]
@@ -162,7 +163,7 @@ class _ShardWindow:
             yield self._finish(*active.popleft())
 
     def _submit(self, plan: ShardPlan) -> PrefectFuture[Any]:
-        downloads = []
+        downloads: Any = []  # futures, which Prefect resolves before the task runs
         for number, group in enumerate(group_files(plan.files, self._session.run.files_per_download)):
             self._slots.acquire()
             future = download_files.submit(self._session, group, f"{plan.name}-{number}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
+from typing import cast
 
 from prefect_aws import AwsCredentials
 from pydantic import Field, SecretStr
@@ -83,7 +84,7 @@ def s3_credentials() -> S3Credentials:
 
 def _load_block(name: str) -> AwsCredentials | None:
     try:
-        return AwsCredentials.load(name)
+        return cast("AwsCredentials", AwsCredentials.load(name))
     except ValueError:  # Prefect's answer for a block that doesn't exist
         log.info("no Prefect block %s and no AWS_ACCESS_KEY_ID: going on without credentials", name)
         return None

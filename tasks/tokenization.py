@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from prefect import task
 
 from dflash.data.plan import PlannedFile, ShardPlan
-from dflash.data.quality import QualityReport
+from dflash.data.quality_report import QualityReport
 from dflash.data.shard_job import LocalInput
 from dflash.data.tokenize_run import TokenizeSession
 from dflash.manifest import Manifest, ShardReceipt
@@ -31,7 +31,11 @@ def list_completions(session: TokenizeSession) -> list[ShardPlan]:
 
 
 @task(name="download-files", task_run_name="download-{name}", **STORE_TASK)
-def download_files(session: TokenizeSession, files: Sequence[PlannedFile], name: str) -> list[LocalInput]:
+def download_files(
+    session: TokenizeSession,
+    files: Sequence[PlannedFile],
+    name: str,  # noqa: ARG001 (in the name of the task run)
+) -> list[LocalInput]:
     """Fetch one group of files of a shard."""
     return session.download(files)
 
@@ -51,7 +55,11 @@ def assess_quality(session: TokenizeSession, receipts: Sequence[ShardReceipt]) -
 
 
 @task(name="upload-shard", task_run_name="upload-{name}", **STORE_TASK)
-def upload_shard(session: TokenizeSession, receipt: ShardReceipt, name: str) -> int:
+def upload_shard(
+    session: TokenizeSession,
+    receipt: ShardReceipt,
+    name: str,  # noqa: ARG001 (in the name of the task run)
+) -> int:
     """Put one shard, its index, its rejects and its receipt in place; return the bytes sent."""
     return session.upload(receipt)
 

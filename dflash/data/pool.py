@@ -116,8 +116,10 @@ class _Worker:
 
 
 def _start_worker(tokenizer: str, trust_remote_code: bool) -> None:
-    from dflash.data.tokenizer import load_tokenizer  # noqa: PLC0415 (only workers pay for the import)
+    from dflash.data.tokenizer import load_tokenizer
 
+    # Read when the process first encodes. One process a core: more threads would only fight for the cores.
+    os.environ |= {"RAYON_NUM_THREADS": "1", "FASTOKENS_BPE_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     _Worker.tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
 
 

@@ -69,6 +69,8 @@ class Reason(StrEnum):
     """The prompt alone fills the window."""
     TOO_FEW_LOSS_TOKENS = "too_few_loss_tokens"
     """Fewer adjacent loss tokens than training needs."""
+    SAMPLED_IDS_MISMATCH = "sampled_ids_mismatch"
+    """The sampled ids spell another text than the message: another tokenizer's, or another record's."""
 
 
 @dataclass(frozen=True, slots=True)

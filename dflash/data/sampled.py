@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dflash.data.records import Completion, bad_field
+from dflash.data.records import Completion, Reason, bad_field
 from dflash.data.rows import RowFlag
 from dflash.errors import RecordError
 
@@ -50,7 +50,7 @@ def check_sampled_text(completion: Completion, tokenizer: TargetTokenizer) -> Ro
         shown = message.get(field)
         if isinstance(shown, str) and not _shows(shown.strip().rstrip(REPLACEMENT), text, tokenizer):
             raise RecordError(
-                "sampled_ids_mismatch",
+                Reason.SAMPLED_IDS_MISMATCH,
                 f"expected output_token_ids to spell the {field} {shown.strip()[:60]!r}, found {text[:60]!r}. Check "
                 f"that the ids come from this record's request and from this tokenizer.",
             )

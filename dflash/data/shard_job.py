@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dflash.config import TokenizeOptions
 from dflash.data.completions import Completion, Reject, read_completions
+from dflash.data.encoders import HuggingFaceEncoder
 from dflash.data.shards import ShardWriter, WrittenShard
 from dflash.data.tokenize import tokenize_batch
 from dflash.errors import DatasetError, IntegrityError
@@ -50,12 +51,14 @@ class ShardJob:
         inputs: local files in order.
         options: decide ids and mask.
         spool: folder in which the result folder appears.
+        encoder: `auto` or `huggingface`; the ids are the same.
     """
 
     fingerprint: str
     inputs: tuple[LocalInput, ...]
     options: TokenizeOptions
     spool: Path
+    encoder: Literal["auto", "huggingface"] = "auto"
 
     @property
     def result(self) -> Path:
@@ -128,8 +131,9 @@ def _write_shard(job: ShardJob, tokenizer: TargetTokenizer, scratch: Path) -> Sh
     tally = _Tally()
     with ShardWriter(scratch / SHARD_FILE, scratch / INDEX_FILE) as writer:
         encoder = "none"
+        reference = HuggingFaceEncoder(tokenizer.backend) if job.encoder == "huggingface" else None
         for completions in _batches(_read_all(job.inputs, tally)):
-            batch = tokenize_batch(completions, tokenizer, job.options)
+            batch = tokenize_batch(completions, tokenizer, job.options, reference)
             encoder = batch.encoder
             for reject in batch.rejects:
                 tally.add(reject)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedTokenizerBase
 
 from dflash.config import TokenizeOptions
 from dflash.data.completions import normalise_record
@@ -20,6 +19,9 @@ from dflash.data.rows import RowFlag, TokenizedRows
 from dflash.data.scripts import dominant_script
 from dflash.data.tokenizer import TargetTokenizer, adapt_tokenizer
 from dflash.errors import RecordError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _INT32_MAX = 2**31 - 1
 

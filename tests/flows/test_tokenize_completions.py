@@ -188,7 +188,7 @@ def test_a_killed_run_is_finished_by_the_next(
     parameters = tmp_path / "run.json"
     parameters.write_text(run.model_dump_json())
     code = (
-        "import sys; from dflash.config import TokenizeRun; from flows.tokenize_completions import tokenize_completions;"
+        "from dflash.config import TokenizeRun; from flows.tokenize_completions import tokenize_completions;"
         f"tokenize_completions(TokenizeRun.model_validate_json(open({str(parameters)!r}).read()))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL)
