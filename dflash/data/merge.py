@@ -8,9 +8,11 @@ those of which rows are dropped. Steps: `check_compatible` before anything is ma
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from dflash.data.dataset import DatasetRoot, Pointer
 from dflash.data.merge_plan import Cut, MergePlan, ShardFiles
@@ -19,6 +21,8 @@ from dflash.data.rewrite import RewrittenShard, drop_rows
 from dflash.data.shard_job import REJECTS_FILE
 from dflash.errors import DamagedDatasetError, IncompatibleError
 from dflash.manifest import Counts, Manifest, ShardEntry, ShardReceipt
+
+WRITES_AT_ONCE: Final = 4  # Arrow, hashing and the upload release the interpreter's lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,11 @@ def write_shards(root: DatasetRoot, plan: MergePlan, files: ShardFiles, folder: 
         DamagedDatasetError: a shard and its index disagree.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    old = tuple(_resolve(root, cut, files, folder) for cut in plan.old_cuts if not cut.is_empty)
-    new = tuple(_resolve(root, cut, files, folder) for cut in plan.new_cuts if not cut.is_empty)
+    with ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
+        old, new = (
+            tuple(threads.map(lambda cut: _resolve(root, cut, files, folder), (c for c in cuts if not c.is_empty)))
+            for cuts in (plan.old_cuts, plan.new_cuts)
+        )
     before = {cut.entry.sha256 for cut in plan.old_cuts}
     return MergedShards(
         old,

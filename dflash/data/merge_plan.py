@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +24,7 @@ from dflash.errors import DamagedDatasetError
 from dflash.manifest import Batch, Manifest, ShardEntry, fingerprint_of
 
 BoolArray = npt.NDArray[np.bool_]
+READS_AT_ONCE: Final = 16  # indexes that are fetched together
 PLAN_COLUMNS: Final = ("sample_id", "content_hash", "source", "num_tokens")
 
 
@@ -193,9 +195,11 @@ def read_indexes(shards: Sequence[ShardEntry], files: ShardFiles) -> pa.Table:
     Raises:
         DamagedDatasetError: an index has other numbers of rows or tokens than its entry says.
     """
+    with ThreadPoolExecutor(READS_AT_ONCE) as threads:
+        paths = list(threads.map(files.index, shards))
     tables = []
-    for entry in shards:
-        table = read_index(files.index(entry)).select(PLAN_COLUMNS)
+    for entry, path in zip(shards, paths, strict=True):
+        table = read_index(path).select(PLAN_COLUMNS)
         found = (table.num_rows, _tokens(table, np.ones(table.num_rows, np.bool_)))
         if found != (entry.num_rows, entry.num_tokens):
             raise DamagedDatasetError(
