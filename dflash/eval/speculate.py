@@ -86,6 +86,7 @@ class Speculator:
             )
         self.target = target
         self.drafter = drafter.eval()
+        self._dtype = next(drafter.parameters()).dtype
         self._ids_D: Tensor | None = None
         self._head = target.head_VH
         if draft_ids is not None:
@@ -104,7 +105,7 @@ class Speculator:
         prompt = self._tensor(prompt_ids)
         started = self._clock()
         first = session.forward(prompt, 1)
-        cache.extend(first.features_XF.float())
+        cache.extend(first.features_XF.to(self._dtype))
         done.ids.append(chooser.next_token(first.logits_XV[-1]))
         done.prefill_s = self._clock() - started
         while len(done.ids) < options.max_new_tokens and done.ids[-1] not in options.eos_ids:
@@ -133,7 +134,7 @@ class Speculator:
             new, accepted = new[: end + 1], min(accepted, end + 1)
         session.keep(accepted + 1)
         kept = self._clock()
-        cache.extend(verified.features_XF[: accepted + 1].float())
+        cache.extend(verified.features_XF[: accepted + 1].to(self._dtype))
         done.ids += new
         done.accepted.append(accepted)
         done.verify_s += kept - drafted
@@ -143,7 +144,7 @@ class Speculator:
         """Return the drafter's logits of the L slots behind the anchor, over the whole vocabulary."""
         ids = self._tensor([anchor])
         embeddings = block_embeddings(self.target.embedding_VH, ids, torch.zeros_like(ids), self.drafter.config)
-        hidden_BH = cache.draft(embeddings.float(), position)
+        hidden_BH = cache.draft(embeddings.to(self._dtype), position)
         logits_LD = (hidden_BH[1:].to(self._head.dtype) @ self._head.T).float()
         if self._ids_D is None:
             return logits_LD

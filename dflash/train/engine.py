@@ -109,11 +109,11 @@ class Engine:
         """Where drafter and target are."""
         return self.target.head_VH.device
 
-    def step(self, packs: Sequence[Pack], key: str, progress: float, *, stop: bool = False) -> StepReport:
+    def step(self, packs: Sequence[Pack | None], key: str, progress: float, *, stop: bool = False) -> StepReport:
         """Make one optimiser step of this rank's packs and those of the other ranks.
 
         Args:
-            packs: this rank's micro-batches; none is allowed.
+            packs: this rank's micro-batches; None where it takes part without one.
             key: names the step; with the seed and a pack's index it decides the anchors.
             progress: of the run, 0 to 1.
             stop: this rank wants to stop; the sum tells all ranks.
@@ -125,7 +125,8 @@ class Engine:
         sums.add(stop=float(stop))
         self.world.sum(sums.vector)
         weights = list(self.drafter.parameters())
-        self.world.sum_gradients(weights)
+        if not self._is_sharded:
+            self.world.sum_gradients(weights)
         rate = learning_rate(progress, self.config.optimizer)
         if not sums["weight"]:
             self.optimizer.zero_grad()
@@ -140,12 +141,12 @@ class Engine:
         self.optimizer.zero_grad()
         return StepReport(sums, float(norm), rate)
 
-    def _accumulate_within_memory(self, packs: Sequence[Pack], key: str) -> StepSums:
+    def _accumulate_within_memory(self, packs: Sequence[Pack | None], key: str) -> StepSums:
         """Accumulate; on an out-of-memory error halve the packs once and begin the step anew."""
         try:
             return self._accumulate(packs, key)
         except torch.OutOfMemoryError as error:
-            if self.halved or self.config.sharding == "fsdp":
+            if self.halved or self._is_sharded:
                 raise self._out_of_memory() from error
         self.halved = True
         self.optimizer.zero_grad()
@@ -163,16 +164,38 @@ class Engine:
             "loss.chunk_blocks; `dflash plan` says by how much."
         )
 
-    def _accumulate(self, packs: Sequence[Pack], key: str) -> StepSums:
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether forward and backward passes hold collectives, so that all ranks must make equally many."""
+        return self.config.sharding == "fsdp" and self.world.size > 1
+
+    def _accumulate(self, packs: Sequence[Pack | None], key: str) -> StepSums:
         sums = StepSums(self.drafter.config.num_draft_tokens, self.device)
-        parts = chain.from_iterable(pack.halves() for pack in packs) if self.halved else packs
+        present = [pack for pack in packs if pack is not None]
+        parts = list(chain.from_iterable(pack.halves() for pack in present)) if self.halved else present
+        idle = len(packs) - len(present)
         for number, pack in enumerate(parts):
             seed = f"{self.config.seed}/{key}/{pack.index}/{number if self.halved or pack.index < 0 else 0}"
-            self._micro_batch(pack, named_generator(seed), sums)
+            idle += not self._micro_batch(pack, named_generator(seed), sums)
+        for _ in range(idle if self._is_sharded else 0):
+            self._idle_pass()
         return sums
 
-    def _micro_batch(self, pack: Pack, generator: torch.Generator, sums: StepSums) -> None:
-        """Add one pack's gradient and sums; what isn't finite adds nothing but its count."""
+    def _idle_pass(self) -> None:
+        """Make a forward and backward pass that adds zero, to take part in the collectives of the others."""
+        config = self.drafter.config
+        features_1F = torch.zeros(1, config.feature_size, device=self.device)
+        embeddings_1BH = torch.zeros(1, config.block_size, config.hidden_size, device=self.device)
+        layout = BlockLayout.single(torch.zeros(1, dtype=torch.int64, device=self.device), 1)
+        with self._autocast():
+            hidden_1BH = self.drafter(features_1F, embeddings_1BH, layout)
+        (hidden_1BH.sum() * 0).backward()
+
+    def _micro_batch(self, pack: Pack, generator: torch.Generator, sums: StepSums) -> bool:
+        """Add one pack's gradient and sums, and return whether a backward pass was made.
+
+        What isn't finite adds nothing but its count; sharded, its gradient goes through and has the whole step skipped.
+        """
         packed = PackedRow.of(pack.rows)
         features_SF, teacher_SH = self._states(pack, packed)
         loss_mask_S, bad_rows = _without_bad_rows(features_SF, packed, pack)
@@ -181,14 +204,15 @@ class Engine:
             features_SF = torch.nan_to_num(features_SF, nan=0.0, posinf=0.0, neginf=0.0)
         anchor_N = sample_anchors(loss_mask_S, packed.document_S, self.config.num_anchors, generator)
         if not len(anchor_N):
-            return
+            return False
         loss = self._loss(replace(packed, loss_mask_S=loss_mask_S), anchor_N, features_SF, teacher_SH)
-        if not torch.isfinite(loss.numerator):
+        if not torch.isfinite(loss.numerator) and not self._is_sharded:
             sums.add(skipped_rows=len(pack.rows) - bad_rows)
-            return
+            return False
         loss.numerator.backward()  # type: ignore[no-untyped-call]
         sums.add(numerator=loss.numerator.detach(), weight=loss.weight, anchors=len(anchor_N))
         sums.add_slots(loss)
+        return True
 
     def _states(self, pack: Pack, packed: PackedRow) -> tuple[Tensor, Tensor | None]:
         """Return the target's features and, for KL, the states that its head reads."""
@@ -204,6 +228,8 @@ class Engine:
         config = self.drafter.config
         layout = BlockLayout(anchor_N, position_S, document_S)
         embeddings_NBH = block_embeddings(self.target.embedding_VH, ids_S, anchor_N, config)
+        if not self._uses_autocast:
+            features_SF, embeddings_NBH = features_SF.float(), embeddings_NBH.float()
         with self._autocast():
             hidden_NBH = self.drafter(features_SF, embeddings_NBH, layout)
         targets = slot_targets(ids_S, mask_S, document_S, anchor_N, config.block_size)
@@ -212,9 +238,12 @@ class Engine:
         return block_loss(hidden_NBH, self._head_VH, targets, self.config.loss.options(config.block_size), teacher_SH)
 
     def _autocast(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._uses_autocast)
+
+    @property
+    def _uses_autocast(self) -> bool:
         on_gpu = self.device.type == "cuda"
-        wanted = self.config.precision == "bfloat16" or (self.config.precision == "auto" and on_gpu)
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=wanted)
+        return self.config.precision == "bfloat16" or (self.config.precision == "auto" and on_gpu)
 
 
 def _without_bad_rows(features_SF: Tensor, packed: PackedRow, pack: Pack) -> tuple[Tensor, int]:

@@ -8,7 +8,7 @@ steps bit for bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -177,8 +177,7 @@ class Run:
 
         A checkpoint holds whole rounds, so a stop waits for the replay steps of its round.
         """
-        packs = [share.pack for share in shares if share.pack is not None]
-        stop = self._step(packs, "fresh", shares[-1].after, metrics)
+        stop = self._step([share.pack for share in shares], "fresh", shares[-1].after, metrics)
         for number in range(self.config.replay.steps):
             key = f"replay/{self.progress.step}/{number}"
             drawn = self.engine.features.draw(self.config.pack_tokens, self.config.accumulation, key)
@@ -187,7 +186,7 @@ class Run:
             self._step(drawn, key, self.progress.batch, metrics)
         return stop
 
-    def _step(self, packs: list[Pack], key: str, after: BatchState, metrics: MetricsWriter | None) -> bool:
+    def _step(self, packs: Sequence[Pack | None], key: str, after: BatchState, metrics: MetricsWriter | None) -> bool:
         started, cpu_started = time.monotonic(), time.process_time()
         done = self.progress
         ahead = replace(done, step=done.step + 1, batch=after)

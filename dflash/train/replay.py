@@ -118,7 +118,7 @@ class Features:
     def _row(self, row: Row) -> Tensor:
         kept = self._kept.get(row.key)
         if kept is None:
-            kept = self._compute(PackedRow.of((row,))).to(self._dtype)
+            kept = self._compute(PackedRow.of((row,))).to("cpu", self._dtype)
             if row.key in self._rows or self._admit(row, kept.numel() * kept.element_size()):
                 self._kept[row.key] = kept
         return kept.to(self._device, torch.float32)

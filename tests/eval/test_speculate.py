@@ -39,17 +39,19 @@ class Oracle(Speculator):
         return real
 
 
-@pytest.mark.parametrize(("model", "count"), [("llama", 10), ("sliding", 10), ("hybrid", 50)])
+@pytest.mark.parametrize(("model", "count"), [("llama", 15), ("sliding", 15), ("hybrid", 50)])
 def test_greedy_ids_are_the_targets_own(targets: Targets, random_drafter: Build, model: str, count: int) -> None:
     target = targets(model)
-    options = DecodeOptions(max_new_tokens=10)
+    options = DecodeOptions(max_new_tokens=8)
     oracle = Oracle(target, random_drafter(target))
     accepted: set[int] = set()
-    for prompt in prompts(count):
+    for number, prompt in enumerate(prompts(count)):
         plain = decode_plain(target, prompt, options)
-        assert len(plain.ids) == len(plain.gaps) == 10
+        assert len(plain.ids) == len(plain.gaps) == 8
         speculative = Speculator(target, oracle.drafter).decode(prompt, options)
         assert speculative.ids == plain.ids, min(plain.gaps)
+        if number >= 15:
+            continue
         helped = oracle.decode_knowing(prompt, plain.ids, options)
         assert helped.ids == plain.ids, min(plain.gaps)
         accepted |= set(helped.accepted)
