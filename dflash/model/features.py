@@ -122,12 +122,12 @@ class Target:
         return self.embedding_VH.device
 
     @property
-    def embedding_VH(self) -> Tensor:  # noqa: N802 - shape suffix
+    def embedding_VH(self) -> Tensor:
         """Input embedding."""
         return weight_of(self.model.get_input_embeddings(), "input embedding")
 
     @property
-    def head_VH(self) -> Tensor:  # noqa: N802 - shape suffix
+    def head_VH(self) -> Tensor:
         """Output head; the very tensor of the embedding where they are tied."""
         return weight_of(self.model.get_output_embeddings(), "output head")
 
