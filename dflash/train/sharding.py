@@ -36,6 +36,8 @@ def shard(drafter: nn.Module, precision: torch.dtype | None = None) -> None:
         fully_shard(module, mp_policy=policy)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
+        # Without this a factor of 1 becomes a scaled reduction that only NCCL has.
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def full_state(drafter: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
