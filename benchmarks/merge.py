@@ -19,6 +19,7 @@ import argparse  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
+from concurrent.futures import ThreadPoolExecutor  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -38,6 +39,7 @@ from dflash.manifest import ShardEntry, ShardReceipt, TokenizerRecord, batch_fro
 from dflash.storage import S3Credentials, Store, TransferCounts  # noqa: E402
 from embedded.seaweedfs import SeaweedConfig, SeaweedServer, start_seaweedfs, stop_seaweedfs  # noqa: E402
 
+UPLOADS_AT_ONCE = 8  # the flow uploads every shard in a task of its own
 TOKENS_PER_ROW = 2000
 BYTES_PER_ROW = TOKENS_PER_ROW * 4.2  # an id, and a bit of the mask
 RECIPE = Recipe(
@@ -101,14 +103,19 @@ def _rows(first: int, count: int) -> TokenizedRows:
 
 def merge(root: DatasetRoot, shards: list[LocalShard], name: str, work: Path) -> None:
     """Upload the batch, plan, publish: what the flow does after its gate, less the backup."""
-    for item in shards:
-        root.store.put_if_absent(item.entry.key, item.shard, sha256=item.entry.sha256)
-        root.meta.put_if_absent(item.entry.index_key, item.index, sha256=item.entry.index_sha256)
+    with ThreadPoolExecutor(UPLOADS_AT_ONCE) as threads:
+        for _ in threads.map(lambda item: _upload(root, item), shards):
+            pass
     receipts = [ShardReceipt(shard=s.entry, inputs=(), reject_reasons={}, rejects_sha256=None) for s in shards]
     batch = NewBatch(RECIPE, batch_from_receipts(name, receipts), tuple(item.entry for item in shards), {})
     files = ShardFiles(root)
     plan = plan_merge(root, batch, MergeRules(), files)
     publish_merge(root, plan, merge_manifest(plan, write_shards(root, plan, files, work)))
+
+
+def _upload(root: DatasetRoot, item: LocalShard) -> None:
+    root.store.put_if_absent(item.entry.key, item.shard, sha256=item.entry.sha256)
+    root.meta.put_if_absent(item.entry.index_key, item.index, sha256=item.entry.index_sha256)
 
 
 def rewrite(server: SeaweedServer, uri: str, shards: list[LocalShard]) -> int:

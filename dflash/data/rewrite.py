@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dflash.data.rows import TokenizedRows
-from dflash.data.shards import ShardWriter, read_batches, read_index
+from dflash.data.shards import ShardWriter, WrittenShard, read_batches, read_index
 from dflash.errors import DamagedDatasetError
 from dflash.manifest import ShardEntry, fingerprint_of, sha256_hex
 
@@ -59,7 +59,11 @@ def drop_rows(entry: ShardEntry, keep: BoolArray, shard: Path, index: Path, fold
                 f"the index has {table.num_rows}. Run `dflash verify` and restore the version from a backup."
             )
         written = writer.close()
-    new = entry.model_copy(
+    return RewrittenShard(_entry(entry, written, name), shard_path, index_path)
+
+
+def _entry(old: ShardEntry, written: WrittenShard, fingerprint: str) -> ShardEntry:
+    return old.model_copy(
         update={
             "sha256": written.shard.sha256,
             "index_sha256": written.index.sha256,
@@ -68,10 +72,9 @@ def drop_rows(entry: ShardEntry, keep: BoolArray, shard: Path, index: Path, fold
             "num_tokens": written.num_tokens,
             "num_loss_tokens": written.num_loss_tokens,
             "index_bytes": written.index.num_bytes,
-            "fingerprint": name,
+            "fingerprint": fingerprint,
         }
     )
-    return RewrittenShard(new, shard_path, index_path)
 
 
 def rows_of(shard: pa.RecordBatch, index: pa.Table) -> TokenizedRows:
