@@ -32,7 +32,7 @@ def test_two_ranks_equal_one(
     tmp_path: Path, target: Any, make_drafter: Callable[[], Drafter], source: LocalShards, sharding: str
 ) -> None:
     config = TrainConfig(
-        pack_tokens=40, num_anchors=6, num_epochs=2, accumulation=2, optimizer=OptimizerConfig(learning_rate=3e-3)
+        pack_tokens=30, num_anchors=6, num_epochs=1, accumulation=2, optimizer=OptimizerConfig(learning_rate=3e-3)
     )
     Run(config, target, make_drafter(), source, tmp_path / "one").train()
     script = Path(__file__).with_name("two_ranks.py")
