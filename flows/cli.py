@@ -11,6 +11,7 @@ from dflash.errors import DflashError
 from flows.cli_data import inspect_command, tokenize_command, verify_command
 from flows.cli_demo import demo_command
 from flows.cli_stack import down, status, up
+from flows.cli_versions import adopt_command, diff_command, merge_command, versions_command
 
 app = typer.Typer(
     name="dflash",
@@ -24,6 +25,10 @@ app.command("down")(down)
 app.command("status")(status)
 app.command("demo")(demo_command)
 app.command("tokenize")(tokenize_command)
+app.command("merge")(merge_command)
+app.command("adopt")(adopt_command)
+app.command("versions")(versions_command)
+app.command("diff")(diff_command)
 app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)
 

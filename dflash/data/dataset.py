@@ -16,12 +16,20 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from dflash.data.shards import SHARD_SCHEMA
-from dflash.errors import DatasetError, ObjectNotFoundError, PreconditionError, PublishConflictError, UsageError
+from dflash.errors import (
+    DatasetError,
+    IntegrityError,
+    ObjectNotFoundError,
+    PreconditionError,
+    PublishConflictError,
+    UsageError,
+)
 from dflash.manifest import Manifest, PointerMove, PointerRecord, ShardEntry, ShardReceipt, canonical_json, sha256_hex
 from dflash.storage import S3Credentials, Store, open_store
 
 POINTER_KEY = "state.json"
 INFO_KEY = "dataset_info.json"
+NO_FEATURES = b'{"features":null}'  # `datasets` then takes them from the files
 REQUESTS_AT_ONCE = 16
 Action = Literal["publish", "rollback", "restore", "adopt"]
 Item = TypeVar("Item")
@@ -193,7 +201,9 @@ class DatasetRoot:
             DatasetError: a shard that the manifest names is missing.
             PublishConflictError: another publisher replaced the pointer first; says which version won.
         """
-        known = set() if expected is None else {entry.sha256 for entry in self.manifest_of(expected.record).shards}
+        known: set[str] = set()
+        if expected is not None and expected.record.history:  # none in a saved dataset that is adopted in place
+            known = {entry.sha256 for entry in self.manifest_of(expected.record).shards}
         new = [entry for entry in manifest.shards if entry.sha256 not in known]
         missing = [entry.key for entry in self.missing_shards(new)]
         if missing:
@@ -201,7 +211,7 @@ class DatasetRoot:
                 f"{manifest.name} can't be published: {len(missing)} of its shards are not in {self.uri}, "
                 f"first {missing[0]}. Upload them first."
             )
-        self.store.put_if_absent(INFO_KEY, dataset_info())
+        self._put_info()
         data = self._put_manifest(manifest)
         now = datetime.now(UTC).replace(microsecond=0)
         history = () if expected is None else expected.record.history
@@ -213,6 +223,14 @@ class DatasetRoot:
             history=(*history, move),
         )
         return self._swap(manifest, record, expected)
+
+    def _put_info(self) -> None:
+        """Describe the features once; a description without any fits all shards while a folder is adopted in place."""
+        try:
+            self.store.put_if_absent(INFO_KEY, dataset_info())
+        except IntegrityError:
+            if self.store.read(INFO_KEY, max_bytes=1 << 20) != NO_FEATURES:
+                raise
 
     def _put_manifest(self, manifest: Manifest) -> bytes:
         """Store the manifest; one that is there under the same name differs in `created_at` alone, and stays."""

@@ -52,9 +52,10 @@ def list_completions(source: Store) -> list[PlannedFile]:
     files = [item for item in listed if item.key.endswith(SUFFIXES)]
     if not files:
         others = f"{len(listed)} other objects, first {listed[0].key}" if listed else "nothing"
+        what = "an S3 prefix" if "://" in source.uri else "a local folder; for S3 write s3://bucket/prefix"
         raise UsageError(
-            f"No completions under {source.uri}: expected files ending in {', '.join(SUFFIXES)}, found {others}. "
-            "Check the prefix."
+            f"No completions under {source.uri}, which is read as {what}.\n"
+            f"  expected: files ending in {', '.join(SUFFIXES)}\n  found:    {others}\nCheck the name."
         )
     return [PlannedFile(item, source.identify(item)) for item in files]
 

@@ -13,14 +13,11 @@ from dflash.data.adopt import Adoption, adopt_dataset
 from dflash.data.dataset import DatasetRoot
 from dflash.data.quality import baseline_of
 from dflash.data.verify import verify_dataset
-from dflash.errors import DatasetError, IncompatibleError, IntegrityError, ObjectNotFoundError
+from dflash.errors import DatasetError, IncompatibleError
 from dflash.manifest import Manifest, TokenizerRecord
 from dflash.storage import open_store
 
 TOKENIZER = TokenizerRecord(name="synthetic", fingerprint="f" * 64, template_fingerprint="e" * 64, vocab_size=1_000)
-NOT_YET = pytest.mark.xfail(
-    raises=(IntegrityError, ObjectNotFoundError), reason="DatasetRoot.publish takes a saved dataset for one of ours"
-)
 OURS = Features(
     {
         "input_ids": Sequence(Value("int32")),
@@ -100,7 +97,6 @@ def test_forty_five_files_keep_their_order(tmp_path: Path) -> None:
     assert load_from_disk(root.uri)["input_ids"][:] == values(90)["input_ids"]
 
 
-@NOT_YET
 def test_a_folder_is_adopted_in_place(tmp_path: Path) -> None:
     folder = saved(tmp_path / "train", values(), OURS)
     reader, before = load_from_disk(str(folder)), files(folder)
@@ -112,7 +108,6 @@ def test_a_folder_is_adopted_in_place(tmp_path: Path) -> None:
     assert len(root.pointer().record.history) == 1  # type: ignore[union-attr]
 
 
-@NOT_YET
 def test_a_folder_with_other_columns_is_adopted_in_place(tmp_path: Path) -> None:
     folder = saved(tmp_path / "train", *common())
     root, manifest = adopt(folder, folder, tmp_path / "work")
