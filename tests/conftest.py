@@ -5,11 +5,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from dflash.storage import S3Store, TransferLimits, open_store
-from embedded.seaweedfs import SeaweedConfig, SeaweedServer, start_seaweedfs, stop_seaweedfs
+if TYPE_CHECKING:
+    from dflash.storage import S3Store
+    from embedded.seaweedfs import SeaweedServer
+    from embedded.stack import StackConnection
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODELS = REPOSITORY / ".dflash" / "models"
@@ -49,6 +52,8 @@ def example_completions() -> Path:
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
     """A real S3 server that dies with the test run."""
+    from embedded.seaweedfs import SeaweedConfig, start_seaweedfs, stop_seaweedfs
+
     directory = tmp_path_factory.mktemp("seaweedfs")
     yield start_seaweedfs(directory, SeaweedConfig(attached=True))
     stop_seaweedfs(directory)
@@ -57,7 +62,22 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServe
 @pytest.fixture
 def s3_store(s3_server: SeaweedServer) -> S3Store:
     """An empty prefix on the real S3 server."""
+    from dflash.storage import S3Store, TransferLimits, open_store
+
     limits = TransferLimits(list_page_keys=100, first_wait_s=0.01, max_wait_s=0.05)
     store = open_store(f"{s3_server.uri}/test-{uuid.uuid4().hex}", s3_server.credentials, limits)
     assert isinstance(store, S3Store)
     return store
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StackConnection]:
+    """The whole embedded stack with all deployments: object store, Prefect server, a worker for each pool."""
+    from embedded.stack import connect, down, up
+
+    project = tmp_path_factory.mktemp("stack")
+    try:
+        up(project, lambda _: None)
+        yield connect(project)
+    finally:
+        down(project, lambda _: None)
