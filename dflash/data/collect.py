@@ -2,7 +2,8 @@
 
 Every step can be taken back until readers and publishers can't need it any more:
 
-1. Shards that only replaced versions name are copied to the mirror, other leftovers into `<root>.meta/trash`.
+1. Shards that only replaced versions name are copied to the mirror, which gets those versions whole and the current
+   one after them; other leftovers are copied into `<root>.meta/trash`.
 2. If the pointer is still the one that was planned on, they are deleted from where they lay.
 3. The pointer is written anew under a condition (the fence), with the same content: a publisher that looked at the
    shards before step 2 loses the race, plans again, and finds out what is missing. If it was faster, what it names is
@@ -20,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dflash.data.backup import backup_version
 from dflash.data.collect_plan import SEEN_UPLOADS, TRASH, CollectPlan, CollectRules, Place, places, plan_collection
 from dflash.data.copying import COPIES_AT_ONCE, Progress, copy_shards, mark_of, silent
 from dflash.data.dataset import POINTER_KEY, DatasetRoot, Pointer
@@ -60,7 +62,7 @@ def collect_garbage(
         root: the dataset.
         mirror: its backup, which takes the shards of replaced versions.
         rules: what stays.
-        progress: called with moved shards done and in all.
+        progress: called with shards done and in all of each version that is backed up.
 
     Raises:
         DatasetError: a published version can't be read, so nothing says what it needs.
@@ -70,7 +72,7 @@ def collect_garbage(
     healed = put_back(root, mirror)
     plan = plan_collection(root, mirror, rules)
     stores = places(root, mirror)
-    copy_shards(root, mirror, plan.moved, progress, check=True)
+    _save_moved(root, mirror, plan, progress)
     trashed = [item for item in plan.leftovers if item.to_trash]
     with ThreadPoolExecutor(COPIES_AT_ONCE) as threads:
         list(
@@ -122,6 +124,15 @@ def _from_trash(root: DatasetRoot, trash: dict[str, int], wanted: Iterable[tuple
             root.meta.copy(source, target, key, size=trash[source])
             returned.append(key)
     return returned
+
+
+def _save_moved(root: DatasetRoot, mirror: DatasetRoot, plan: CollectPlan, progress: Progress) -> None:
+    """Make sure that the mirror holds what the root loses: as versions that can be restored, compared by digest."""
+    if not plan.moved:
+        return
+    for name in (*plan.backed_up, plan.pointer.record.manifest):
+        backup_version(root, root.manifest(name), mirror, progress)
+    copy_shards(root, mirror, plan.moved, check=True)
 
 
 def _delete(root: DatasetRoot, mirror: DatasetRoot, plan: CollectPlan) -> tuple[str, ...]:

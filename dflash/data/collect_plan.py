@@ -70,6 +70,8 @@ class CollectPlan:
         pointer: the pointer that was planned on.
         kept: versions whose shards stay in place.
         moved: shards that move to the mirror, since only replaced versions name them.
+        backed_up: versions that lose shards and that the mirror doesn't know yet: backed up whole before that, and
+            the current one after them.
         leftovers: objects that go, in the order of their places and keys.
         aborted: unfinished uploads that an earlier run saw long ago.
         noticed: unfinished uploads seen for the first time or not long ago; a later run aborts them.
@@ -79,6 +81,7 @@ class CollectPlan:
     pointer: Pointer
     kept: tuple[str, ...]
     moved: tuple[ShardEntry, ...]
+    backed_up: tuple[str, ...]
     leftovers: tuple[Leftover, ...]
     aborted: tuple[tuple[Place, UploadInfo], ...]
     noticed: tuple[tuple[Place, UploadInfo], ...]
@@ -97,6 +100,7 @@ class CollectPlan:
             "dataset": self.dataset,
             "current": self.pointer.record.manifest,
             "kept": list(self.kept),
+            "backed_up": list(self.backed_up),
             "moved": moved,
             "moved_bytes": sum(entry.num_bytes for entry in self.moved),
             "removed": removed,
@@ -125,11 +129,13 @@ def plan_collection(root: DatasetRoot, mirror: DatasetRoot, rules: CollectRules)
     kept = _kept_versions(pointer.record.history, rules, now_s)
     scan = _Scan(root, rules, now_s, {**backups, **own}, own)
     uploads = _Uploads.look(root, mirror, scan)
+    moved = scan.replaced([own[name] for name in kept])
     return CollectPlan(
         dataset=root.uri,
         pointer=pointer,
         kept=kept,
-        moved=scan.replaced([own[name] for name in kept]),
+        moved=moved,
+        backed_up=tuple(name for name in own if name not in backups and not set(moved).isdisjoint(own[name].shards)),
         leftovers=(*scan.in_root(pointer), *scan.in_meta()),
         aborted=uploads.old,
         noticed=uploads.new,

@@ -122,8 +122,10 @@ def test_shards_of_replaced_versions_are_moved_to_the_backup(small: Small, mirro
     assert [entry.sha256 for entry in result.plan.moved] == [moved.sha256]
     assert moved.key not in keys(small.root)
     assert f"meta:{moved.index_key}" in keys(small.root), "comparing versions reads indexes"
-    mirror.store.verify(moved.key, sha256=moved.sha256)
+    assert result.plan.backed_up == (first.name,)
     assert_whole(small.root, current)
+    assert_whole(mirror, current)
+    assert verify_dataset(mirror, mirror.manifest(1)).problems == ()
     rollback(small.root, 1, mirror)
     assert_whole(small.root, first)
 
