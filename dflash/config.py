@@ -192,3 +192,29 @@ class MergeRun(RunModel):
     backup: str | None = Field(
         default=None, description="Where the current version is backed up first; <dataset>.backups by default."
     )
+
+
+class RefreshRun(RunModel):
+    """Parameters of the flow `refresh-dataset`: how each new batch is merged, and when one is complete."""
+
+    merge: MergeRun = Field(
+        description="How each batch is merged. Its `batch.source` is the folder that holds one folder for each batch, "
+        "such as s3://bucket/completions."
+    )
+    quiet_s: float | None = Field(
+        default=3600,
+        ge=0,
+        description="A batch without a _SUCCESS object is complete when nothing in it was written for so many seconds; "
+        "none: only _SUCCESS counts.",
+    )
+    skip: tuple[str, ...] = Field(default=(), description="Names of batch folders that are left out.")
+    train: str | None = Field(
+        default=None,
+        pattern=r"^[^/]+/[^/]+$",
+        description="Deployment to start on each new version, such as train-drafter/train-drafter.",
+    )
+
+    def merge_of(self, name: str) -> MergeRun:
+        """The merge of one batch folder."""
+        source = f"{self.merge.batch.source.rstrip('/')}/{name}"
+        return self.merge.model_copy(update={"batch": self.merge.batch.model_copy(update={"source": source})})

@@ -18,7 +18,12 @@ State = Literal["made", "reused", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class ShardOutcome:
-    """What became of one shard in this run."""
+    """What became of one shard in this run.
+
+    Attributes:
+        attempts: attempts of the flow run up to this one, each of which tried the shard; 0 for one that was there.
+            A retry of the flow run makes new task runs, so their own counts stay at 1.
+    """
 
     plan: ShardPlan
     state: State

@@ -154,36 +154,44 @@ class _ShardWindow:
 
     def run(self, plans: list[ShardPlan]) -> Any:
         """Yield the outcome of each shard, in plan order."""
-        active: collections.deque[tuple[ShardPlan, PrefectFuture[Any]]] = collections.deque()
+        active: collections.deque[tuple[ShardPlan, PrefectFuture[Any], list[PrefectFuture[Any]]]] = collections.deque()
         for plan in plans:
             if len(active) == self._width:
                 yield self._finish(*active.popleft())
-            active.append((plan, self._submit(plan)))
+            active.append((plan, *self._submit(plan)))
         while active:
             yield self._finish(*active.popleft())
 
-    def _submit(self, plan: ShardPlan) -> PrefectFuture[Any]:
+    def _submit(self, plan: ShardPlan) -> tuple[PrefectFuture[Any], list[PrefectFuture[Any]]]:
         downloads: Any = []  # futures, which Prefect resolves before the task runs
         for number, group in enumerate(group_files(plan.files, self._session.run.files_per_download)):
             self._slots.acquire()
             future = download_files.submit(self._session, group, f"{plan.name}-{number}")
             future.add_done_callback(functools.partial(self._downloaded, len(group)))
             downloads.append(future)
-        return tokenize_shard.submit(self._session, plan, downloads)
+        return tokenize_shard.submit(self._session, plan, downloads), downloads
 
     def _downloaded(self, num_files: int, _: PrefectFuture[Any]) -> None:
         self._slots.release()
         self._board.add(num_files=num_files)
 
-    def _finish(self, plan: ShardPlan, future: PrefectFuture[Any]) -> ShardOutcome:
+    def _finish(self, plan: ShardPlan, future: PrefectFuture[Any], downloads: list[PrefectFuture[Any]]) -> ShardOutcome:
         future.wait()
         task_run_id = str(future.task_run_id)
         if future.state.is_completed():
             made = future.result()
-            outcome = ShardOutcome(plan, "made", made.receipt, made.seconds, 1, task_run_id)
+            outcome = ShardOutcome(plan, "made", made.receipt, made.seconds, runtime.run_count, task_run_id)
             _count(self._board, outcome)
             return outcome
-        return ShardOutcome(plan, "failed", attempts=1, task_run_id=task_run_id, error=future.state.message or "")
+        # A shard without its files never started: what says why is the download.
+        failed = next((item for item in downloads if not item.state.is_completed()), future)
+        return ShardOutcome(
+            plan,
+            "failed",
+            attempts=runtime.run_count,
+            task_run_id=str(failed.task_run_id),
+            error=failed.state.message or "",
+        )
 
 
 def _count(board: ProgressBoard, outcome: ShardOutcome) -> None:
@@ -217,7 +225,11 @@ def judge(session: TokenizeSession, receipts: list[ShardReceipt]) -> tuple[Quali
 
 def upload_all(session: TokenizeSession, receipts: list[ShardReceipt]) -> int:
     """Upload every shard that isn't on the store yet, in parallel; return the bytes sent."""
-    futures = [upload_shard.submit(session, receipt, f"shard-{number:05d}") for number, receipt in enumerate(receipts)]
+    futures = [
+        upload_shard.submit(session, receipt, f"shard-{number:05d}")
+        for number, receipt in enumerate(receipts)
+        if session.is_spooled(receipt)
+    ]
     return sum(future.result() for future in futures)
 
 
