@@ -21,7 +21,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from benchmarks.corpus import write_batch  # noqa: E402
 from benchmarks.measure import Cost, interleave, print_table  # noqa: E402
 from dflash.config import GateThresholds, TokenizeRun  # noqa: E402
-from dflash.data.tokenize_run import Workspace, tokenize_dataset  # noqa: E402
+from dflash.data.tokenize_run import tokenize_dataset  # noqa: E402
+from dflash.data.workspace import Workspace  # noqa: E402
 
 HEADER = "<|im_start|>assistant\n"
 

@@ -73,6 +73,12 @@ class GateThresholds(RunModel):
     max_reject_reason_share: float = Field(
         default=0.03, ge=0, le=1, description="Largest share of records rejected for one reason."
     )
+    max_damaged_files: int = Field(
+        default=0,
+        ge=0,
+        description="Most input files that may be cut, corrupt or too large once decompressed: the rest of each is "
+        "lost, however many records it held.",
+    )
     max_source_shift: float = Field(
         default=1.0,
         ge=0,

@@ -194,8 +194,17 @@ class Manifest(Contract):
 
     @property
     def digest(self) -> Sha256:
-        """SHA-256 over all but `created_at` and encoders: the same input gives the same digest anywhere, any day."""
-        volatile: Any = {"created_at": True, "shards": {"__all__": {"encoder"}}}
+        """SHA-256 over content and settings: the same input gives the same digest anywhere, any day.
+
+        Left out are the date, and the names under which this machine knew things: the tokenizer's folder, the batches'
+        sources, the encoders.
+        """
+        volatile: Any = {
+            "created_at": True,
+            "shards": {"__all__": {"encoder"}},
+            "tokenizer": {"name"},
+            "batches": {"__all__": {"source"}},
+        }
         return sha256_hex(canonical_json(self.model_dump(mode="json", exclude=volatile)))
 
     @property
@@ -251,6 +260,11 @@ def fingerprint_of(parts: dict[str, Any]) -> Sha256:
     return sha256_hex(canonical_json(parts))
 
 
+def batch_fingerprint(shard_fingerprints: Iterable[str]) -> Sha256:
+    """Fingerprint of a batch by those of its shards, in order."""
+    return fingerprint_of({"shards": list(shard_fingerprints)})
+
+
 def batch_from_receipts(source: str, receipts: Iterable[ShardReceipt]) -> Batch:
     """Describe a batch by the receipts of its shards, in shard order."""
     ordered = list(receipts)
@@ -260,7 +274,7 @@ def batch_from_receipts(source: str, receipts: Iterable[ShardReceipt]) -> Batch:
             reasons[reason] = reasons.get(reason, 0) + count
     return Batch(
         source=source,
-        fingerprint=fingerprint_of({"shards": [receipt.shard.fingerprint for receipt in ordered]}),
+        fingerprint=batch_fingerprint(receipt.shard.fingerprint for receipt in ordered),
         inputs=tuple(item for receipt in ordered for item in receipt.inputs),
         num_shards=len(ordered),
         num_rows=sum(receipt.shard.num_rows for receipt in ordered),

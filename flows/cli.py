@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-import click
 import typer
 
 from dflash.errors import DflashError
+from flows.cli_backup import backup_command, gc_command, restore_command, rollback_command
 from flows.cli_data import inspect_command, tokenize_command, verify_command
 from flows.cli_demo import demo_command
 from flows.cli_stack import down, status, up
@@ -29,6 +29,10 @@ app.command("merge")(merge_command)
 app.command("adopt")(adopt_command)
 app.command("versions")(versions_command)
 app.command("diff")(diff_command)
+app.command("backup")(backup_command)
+app.command("restore")(restore_command)
+app.command("rollback")(rollback_command)
+app.command("gc")(gc_command)
 app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)
 
@@ -36,13 +40,7 @@ app.command("verify")(verify_command)
 def main() -> None:
     """Run the command line; errors of ours become one message and their exit code."""
     try:
-        app(standalone_mode=False)
+        app()
     except DflashError as error:
         sys.stderr.write(f"dflash: {error}\n")
         sys.exit(error.exit_code)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
-    except (click.Abort, KeyboardInterrupt):
-        sys.stderr.write("dflash: interrupted; what is done is kept, run it again to go on\n")
-        sys.exit(130)

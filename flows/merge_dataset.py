@@ -19,12 +19,13 @@ from dflash.config import MergeRun
 from dflash.data.backup import BackupRecord
 from dflash.data.compatibility import Recipe
 from dflash.data.merge import MergedShards, merge_manifest, put_rejects
-from dflash.data.merge_plan import MergePlan, MergeRules, NewBatch, ShardFiles, batch_fingerprint
+from dflash.data.merge_plan import MergePlan, MergeRules, NewBatch, ShardFiles
 from dflash.data.quality_report import QualityReport
 from dflash.data.screening import make_screen
-from dflash.data.tokenize_run import TokenizeSession, Workspace
+from dflash.data.tokenize_run import TokenizeSession
+from dflash.data.workspace import Workspace, shards_with_rows
 from dflash.errors import PublishConflictError
-from dflash.manifest import Manifest, ShardReceipt, batch_from_receipts
+from dflash.manifest import Manifest, ShardReceipt, batch_fingerprint, batch_from_receipts
 from flows.progress import ProgressBoard
 from flows.tokenize_completions import RESULT, RUNNER, judge, make_shards, upload_all
 from tasks.merging import back_up_version, check_batch, plan_dataset_merge, publish_merged_version, write_merged_shards
@@ -142,11 +143,11 @@ class _MergeJob:
                     raise
                 get_run_logger().warning("%s\nPlanning again on that version.", error)
         for receipt in self.receipts:
-            shutil.rmtree(self.workspace.spool / receipt.shard.fingerprint, ignore_errors=True)
+            shutil.rmtree(self.session.spool / receipt.shard.fingerprint, ignore_errors=True)
         return outcome
 
     def _attempt(self, board: ProgressBoard) -> _Outcome:
-        session, files = self.session, ShardFiles(self.session.root, self.workspace.spool)
+        session, files = self.session, ShardFiles(self.session.root, self.session.spool)
         board.set(step="comparing")
         plan = plan_dataset_merge(session, self._new_batch(), self._rules(files), files)
         if plan.already_merged:
@@ -156,7 +157,7 @@ class _MergeJob:
         whole = plan.as_they_are()
         spooled = [receipt for receipt in self.receipts if session.is_spooled(receipt)]
         upload_all(session, [receipt for receipt in spooled if receipt.shard.fingerprint in whole])
-        put_rejects(session.root, spooled, self.workspace.spool)
+        put_rejects(session.root, spooled, self.session.spool)
         shards = write_merged_shards(session, plan, files, self.workspace.work / "rewritten")
         manifest = merge_manifest(plan, shards)
         board.set(step="backing up")
@@ -168,7 +169,7 @@ class _MergeJob:
         return NewBatch(
             Recipe(self.session.tokenizer_record(), self.session.run.options),
             batch_from_receipts(self.session.run.source, self.receipts),
-            tuple(receipt.shard for receipt in self.receipts),
+            shards_with_rows(self.receipts),
             self.report.model_dump(mode="json"),
             None if self.report.passed else self.session.run.gate.override_reason,
         )

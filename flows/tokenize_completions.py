@@ -23,7 +23,8 @@ from dflash.data.plan import ShardPlan
 from dflash.data.quality import enforce
 from dflash.data.quality_report import QualityReport
 from dflash.data.report import render_markdown
-from dflash.data.tokenize_run import TokenizeSession, Workspace, group_files
+from dflash.data.tokenize_run import TokenizeSession
+from dflash.data.workspace import Workspace, group_files
 from dflash.errors import GateError, UsageError
 from dflash.manifest import Manifest, ShardReceipt
 from flows.progress import ProgressBoard
@@ -68,6 +69,7 @@ def tokenize_completions(config: TokenizeRun) -> dict[str, Any]:
     board = ProgressBoard(key="tokenize-progress")
     with TokenizeSession(config, s3_credentials(), workspace) as session:
         plans = list_completions(session)
+        session.require_free_root(plans)
         receipts = make_shards(session, plans, board)
         board.set(step="judging")
         report, report_uri = judge(session, receipts)
@@ -224,13 +226,15 @@ def judge(session: TokenizeSession, receipts: list[ShardReceipt]) -> tuple[Quali
 
 
 def upload_all(session: TokenizeSession, receipts: list[ShardReceipt]) -> int:
-    """Upload every shard that isn't on the store yet, in parallel; return the bytes sent."""
+    """Upload every shard that isn't on the store yet, in parallel; return the bytes sent by this session."""
     futures = [
         upload_shard.submit(session, receipt, f"shard-{number:05d}")
         for number, receipt in enumerate(receipts)
         if session.is_spooled(receipt)
     ]
-    return sum(future.result() for future in futures)
+    for future in futures:
+        future.result()
+    return session.bytes_uploaded()
 
 
 def summary(manifest: Manifest, config: TokenizeRun, seconds: float) -> dict[str, Any]:

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from prefect import task
-from prefect.client.schemas.objects import State, TaskRun
 
 from dflash.data.backup import BackupRecord, backup_version, open_mirror
 from dflash.data.compatibility import Recipe, check_compatible
 from dflash.data.merge import MergedShards, publish_merge, write_shards
 from dflash.data.merge_plan import MergePlan, MergeRules, NewBatch, ShardFiles, holds_batch, plan_merge
 from dflash.data.tokenize_run import TokenizeSession
-from dflash.errors import StorageError
 from dflash.manifest import Manifest
 from tasks.policies import COMPUTE_TASK, STORE_TASK
 from tasks.settings import s3_credentials
 
 
-def _is_storage_failure(_task: Any, _run: TaskRun, state: State[Any]) -> bool:
-    """Only what the store did may be tried again as it is; a refusal or a lost race needs a person or a new plan."""
-    return isinstance(state.result(raise_on_failure=False), StorageError)
-
-
-RETRY_STORE: dict[str, Any] = STORE_TASK | {"retry_condition_fn": _is_storage_failure}
-
-
-@task(name="check-compatibility", **RETRY_STORE)
+@task(name="check-compatibility", **STORE_TASK)
 def check_batch(session: TokenizeSession, fingerprint: str) -> Manifest | None:
     """Refuse a batch that doesn't fit the current version; return that version where it holds the batch already."""
     current = session.root.current()
@@ -37,19 +26,19 @@ def check_batch(session: TokenizeSession, fingerprint: str) -> Manifest | None:
     return current if holds_batch(current, fingerprint) else None
 
 
-@task(name="plan-merge", **RETRY_STORE)
+@task(name="plan-merge", **STORE_TASK)
 def plan_dataset_merge(session: TokenizeSession, new: NewBatch, rules: MergeRules, files: ShardFiles) -> MergePlan:
     """Find duplicates and draw rows."""
     return plan_merge(session.root, new, rules, files)
 
 
-@task(name="write-merged-shards", **RETRY_STORE)
+@task(name="write-merged-shards", **STORE_TASK)
 def write_merged_shards(session: TokenizeSession, plan: MergePlan, files: ShardFiles, folder: Path) -> MergedShards:
     """Rewrite the shards that lose rows and put them in place."""
     return write_shards(session.root, plan, files, folder)
 
 
-@task(name="back-up-version", **RETRY_STORE)
+@task(name="back-up-version", **STORE_TASK)
 def back_up_version(session: TokenizeSession, current: Manifest, target: str | None) -> BackupRecord:
     """Copy the current version into its mirror."""
     mirror = open_mirror(session.root, target, s3_credentials())

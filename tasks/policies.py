@@ -9,6 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+
+from dflash.errors import StorageError
+
+
+def is_storage_failure(_task: Any, _run: TaskRun, state: State[Any]) -> bool:
+    """Only what the store did may be tried again as it is; a refusal or a lost race needs a person or a new plan."""
+    return isinstance(state.result(raise_on_failure=False), StorageError)
+
 
 # Store calls retry inside; these retries cover what outlasts them, such as a restarted server.
 STORE_TASK: dict[str, Any] = {
@@ -17,6 +26,7 @@ STORE_TASK: dict[str, Any] = {
     "retries": 2,
     "retry_delay_seconds": [5, 30],
     "retry_jitter_factor": 0.5,
+    "retry_condition_fn": is_storage_failure,
 }
 # A shard that fails on its content fails again: no retries. The pool itself repeats a job whose process died.
 COMPUTE_TASK: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False, "retries": 0}

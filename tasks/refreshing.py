@@ -15,8 +15,7 @@ from dflash.data.dataset import DatasetRoot
 from dflash.data.discovery import FoundBatch, find_batches
 from dflash.errors import UsageError
 from dflash.storage import open_store
-from tasks.policies import STORE_TASK
-from tasks.policies import COMPUTE_TASK
+from tasks.policies import COMPUTE_TASK, STORE_TASK
 from tasks.settings import s3_credentials, settings
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from prefect_aws import AwsCredentials
-from pydantic import Field, SecretStr
+from pydantic import AliasChoices, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dflash.storage import S3Credentials
@@ -45,8 +45,10 @@ class _AwsEnvironment(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="AWS_", extra="ignore")
 
-    endpoint_url: str | None = None
-    region: str = "us-east-1"
+    endpoint_url: str | None = Field(
+        default=None, validation_alias=AliasChoices("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    )
+    region: str = Field(default="us-east-1", validation_alias=AliasChoices("AWS_REGION", "AWS_DEFAULT_REGION"))
     access_key_id: str | None = None
     secret_access_key: SecretStr | None = None
     session_token: SecretStr | None = Field(default=None)

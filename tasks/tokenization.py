@@ -59,9 +59,9 @@ def upload_shard(
     session: TokenizeSession,
     receipt: ShardReceipt,
     name: str,  # noqa: ARG001 (in the name of the task run)
-) -> int:
-    """Put one shard, its index, its rejects and its receipt in place; return the bytes sent."""
-    return session.upload(receipt)
+) -> None:
+    """Put one shard, its index, its rejects and its receipt in place."""
+    session.upload(receipt)
 
 
 @task(name="publish-version", **STORE_TASK)

@@ -22,15 +22,17 @@ from dflash.errors import (
     ObjectNotFoundError,
     PreconditionError,
     PublishConflictError,
+    StorageError,
     UsageError,
 )
 from dflash.manifest import Manifest, PointerMove, PointerRecord, ShardEntry, ShardReceipt, canonical_json, sha256_hex
-from dflash.storage import S3Credentials, Store, open_store
+from dflash.storage import ObjectInfo, S3Credentials, Store, open_store
 
 POINTER_KEY = "state.json"
 INFO_KEY = "dataset_info.json"
 NO_FEATURES = b'{"features":null}'  # `datasets` then takes them from the files
 REQUESTS_AT_ONCE = 16
+READ_ATTEMPTS = 5
 Action = Literal["publish", "rollback", "restore", "adopt"]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -84,8 +86,7 @@ class DatasetRoot:
             DatasetError: there is a `state.json` that is not ours or is damaged.
         """
         try:
-            info = self.store.head(POINTER_KEY)
-            data = self.store.read(POINTER_KEY, expect=info)
+            info, data = self._read_pinned(POINTER_KEY)
         except ObjectNotFoundError:
             return None
         where = f"{self.uri}/{POINTER_KEY}"
@@ -102,6 +103,16 @@ class DatasetRoot:
         if info.etag is None:
             raise DatasetError(f"{where}: the store gives no ETag, so the pointer can't be replaced safely.")
         return Pointer(record, info.etag)
+
+    def _read_pinned(self, key: str) -> tuple[ObjectInfo, bytes]:
+        """Content and ETag that belong together, although the object may be replaced between the two requests."""
+        for _ in range(READ_ATTEMPTS):
+            info = self.store.head(key)
+            try:
+                return info, self.store.read(key, expect=info)
+            except PreconditionError:
+                continue
+        raise StorageError(f"{self.uri}/{key} was replaced {READ_ATTEMPTS} times while it was read. Run again.")
 
     def current(self) -> Manifest | None:
         """The manifest that the pointer names; None when nothing was published yet."""
@@ -184,11 +195,11 @@ class DatasetRoot:
         ]
 
     def _is_stored(self, entry: ShardEntry) -> bool:
+        """Whether shard and index are there; a shard without rows is named by no manifest and has no object."""
         try:
-            return (
-                self.store.head(entry.key).size == entry.num_bytes
-                and self.meta.head(entry.index_key).size == entry.index_bytes
-            )
+            return (not entry.num_rows or self.store.head(entry.key).size == entry.num_bytes) and self.meta.head(
+                entry.index_key
+            ).size == entry.index_bytes
         except ObjectNotFoundError:
             return False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,16 +21,11 @@ from dflash.data.mixing import draw_rows
 from dflash.data.shard_job import INDEX_FILE, SHARD_FILE
 from dflash.data.shards import INDEX_SCHEMA, read_index
 from dflash.errors import DamagedDatasetError
-from dflash.manifest import Batch, Manifest, ShardEntry, fingerprint_of
+from dflash.manifest import Batch, Manifest, ShardEntry
 
 BoolArray = npt.NDArray[np.bool_]
 READS_AT_ONCE: Final = 16  # indexes that are fetched together
 PLAN_COLUMNS: Final = ("sample_id", "content_hash", "source", "num_tokens")
-
-
-def batch_fingerprint(shard_fingerprints: Iterable[str]) -> str:
-    """Fingerprint of a batch by those of its shards, as `dflash.manifest.batch_from_receipts` gives it."""
-    return fingerprint_of({"shards": list(shard_fingerprints)})
 
 
 @dataclass(frozen=True, slots=True)

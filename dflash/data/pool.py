@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import threading
 from concurrent.futures import ProcessPoolExecutor
@@ -38,6 +39,7 @@ class TokenizePool:
         self.num_workers = num_workers or len(os.sched_getaffinity(0))
         self._arguments = (tokenizer, trust_remote_code)
         self._lock = threading.Lock()
+        self._alone = threading.Lock()
         self._executor: ProcessPoolExecutor | None = None
         self._closed = False
 
@@ -65,10 +67,14 @@ class TokenizePool:
         return self._run_alone(job)
 
     def _run_alone(self, job: ShardJob) -> ShardReceipt:
-        """Try again in a process of its own, since a broken pool can't tell which job in flight killed it."""
+        """Try again in a process of its own, since a broken pool can't tell which job in flight killed it.
+
+        One at a time: what ran out of memory side by side may fit alone.
+        """
         executor = self._new_executor(1)
         try:
-            return executor.submit(_run_in_worker, job).result()
+            with self._alone:
+                return executor.submit(_run_in_worker, job).result()
         except BrokenProcessPool as error:
             raise ShardFailedError(
                 f"The process that tokenized {job.inputs[0].key} to {job.inputs[-1].key} died twice. "
@@ -115,7 +121,16 @@ class _Worker:
     tokenizer: TargetTokenizer | None = None
 
 
+def _end_with_parent() -> None:
+    """Wait for the end of the process that owns the pool; a killed one can't tell its workers to stop."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
 def _start_worker(tokenizer: str, trust_remote_code: bool) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     from dflash.data.tokenizer import load_tokenizer
 
     # Read when the process first encodes. One process a core: more threads would only fight for the cores.

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from dflash.data.tokenizer import TargetTokenizer
 
 SHARD_FILE, INDEX_FILE, REJECTS_FILE, RECEIPT_FILE = "shard.arrow", "index.arrow", "rejects.jsonl", "receipt.json"
-RECORDS_PER_BATCH = 256  # large enough for one batched encode call to pay, small enough to stay in cache
+# A batch ends at either: enough for one batched encode call to pay, little enough to bound memory.
+RECORDS_PER_BATCH = 256
+BYTES_PER_BATCH = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,8 @@ def run_shard_job(job: ShardJob, tokenizer: TargetTokenizer) -> ShardReceipt:
     """Make the shard, unless the spool holds it whole already.
 
     Raises:
-        DatasetError: every record was rejected; names the reasons.
+        DatasetError: there are records, and every one was rejected; names the reasons. Files without a record give a
+            shard without rows.
     """
     finished = read_spooled(job.result)
     if finished is not None:
@@ -103,11 +106,24 @@ def run_shard_job(job: ShardJob, tokenizer: TargetTokenizer) -> ShardReceipt:
     try:
         receipt = _write_shard(job, tokenizer, scratch)
         (scratch / RECEIPT_FILE).write_bytes(receipt.to_bytes())
-        shutil.rmtree(job.result, ignore_errors=True)
-        scratch.replace(job.result)
+        _move_into_place(scratch, job.result)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return receipt
+
+
+def _move_into_place(scratch: Path, result: Path) -> None:
+    """Give the finished folder its name; where another run was first, its equal folder stays."""
+    for _ in range(2):
+        try:
+            scratch.replace(result)
+        except OSError:  # not empty: another run's, or a damaged one
+            if read_spooled(result) is not None:
+                return
+            shutil.rmtree(result, ignore_errors=True)
+        else:
+            return
+    raise DatasetError(f"{result} can't be replaced: another process keeps writing there. Run again.")
 
 
 def read_spooled(result: Path) -> ShardReceipt | None:
@@ -138,10 +154,9 @@ def _write_shard(job: ShardJob, tokenizer: TargetTokenizer, scratch: Path) -> Sh
             for reject in batch.rejects:
                 tally.add(reject)
             writer.write(batch.rows)
-        try:
-            written = writer.close()
-        except DatasetError as error:
-            raise DatasetError(_all_rejected(job, tally)) from error
+        written = writer.close()
+    if written.num_rows == 0 and tally.records:
+        raise DatasetError(_all_rejected(job, tally))
     return _receipt(job, tally, written, encoder, scratch)
 
 
@@ -191,21 +206,35 @@ def _read_all(inputs: Iterable[LocalInput], tally: _Tally) -> Iterator[Completio
                 tally.add(entry)
             else:
                 yield entry
+        _require_unchanged(item)
+
+
+def _require_unchanged(item: LocalInput) -> None:
+    """A file of the user's own folder may be edited while it is read, to the same size too."""
+    found = _file_sha256(item.path)
+    if found != item.sha256:
+        raise IntegrityError(
+            f"{item.path} ({item.key}) was changed after it was listed:\n  expected: sha256 {item.sha256}\n"
+            f"  found:    sha256 {found}\nRun again when nobody writes there."
+        )
 
 
 def _batches(completions: Iterable[Completion]) -> Iterator[list[Completion]]:
+    """Cut the stream into batches bounded in records and in bytes; a batch never spans two files."""
     batch: list[Completion] = []
     for completion in completions:
-        batch.append(completion)
-        if len(batch) == RECORDS_PER_BATCH:
+        other_file = batch and batch[-1].file != completion.file
+        too_large = batch and completion.byte_offset - batch[0].byte_offset > BYTES_PER_BATCH
+        if len(batch) == RECORDS_PER_BATCH or other_file or too_large:
             yield batch
             batch = []
+        batch.append(completion)
     if batch:
         yield batch
 
 
 def _all_rejected(job: ShardJob, tally: _Tally) -> str:
-    reasons = ", ".join(f"{reason} {count}" for reason, count in tally.reasons.most_common()) or "the files are empty"
+    reasons = ", ".join(f"{reason} {count}" for reason, count in tally.reasons.most_common()) or "nothing"
     first = f" First: {tally.lines[0].decode()}" if tally.lines else ""
     return (
         f"No usable record in the {len(job.inputs)} files from {job.inputs[0].key} to {job.inputs[-1].key}: "

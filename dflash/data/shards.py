@@ -149,15 +149,9 @@ class ShardWriter:
             self._drain(final=False)
 
     def close(self) -> WrittenShard:
-        """Write what is left and move both files to their names.
-
-        Raises:
-            DatasetError: the shard has no row.
-        """
+        """Write what is left and move both files to their names; a shard may be without rows."""
         if self._num_pending:
             self._drain(final=True)
-        if self._num_rows == 0:
-            raise DatasetError("a shard without rows can't be written: every record of its files was rejected")
         self._written = WrittenShard(
             self._shard.finish(), self._index.finish(), self._num_rows, self._num_tokens, self._num_loss_tokens
         )

@@ -10,15 +10,15 @@ import collections
 import itertools
 import json
 import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal, Self
 
 from dflash.config import TokenizeRun
-from dflash.data.dataset import DatasetRoot, Pointer
+from dflash.data.dataset import DatasetRoot
 from dflash.data.plan import CODE_VERSION, PlannedFile, ShardPlan, list_completions, plan_shards
 from dflash.data.pool import TokenizePool
 from dflash.data.quality import assess, baseline_of, enforce
@@ -27,12 +27,14 @@ from dflash.data.report import render_html
 from dflash.data.shard_job import INDEX_FILE, REJECTS_FILE, SHARD_FILE, LocalInput, ShardJob, read_spooled
 from dflash.data.shards import SCHEMA_VERSION, read_index
 from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
-from dflash.errors import DatasetError, IntegrityError, StorageError
+from dflash.data.workspace import Workspace, shards_with_rows
+from dflash.errors import DatasetError, IntegrityError, StorageError, UsageError
 from dflash.manifest import (
     Counts,
     Manifest,
     ShardReceipt,
     TokenizerRecord,
+    batch_fingerprint,
     batch_from_receipts,
     sha256_hex,
 )
@@ -41,19 +43,6 @@ from dflash.storage import S3Credentials, Store, open_store
 EXAMPLES_PER_REASON = 10
 # Building and proving the fast encoder costs a process 4 to 8 CPU-s; the reference does 0.9 MB of text in one.
 MIN_BYTES_FOR_FAST_ENCODER = 6_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Local folders of a run: `work` for downloads and spooled shards, `cache` for copies of immutable objects."""
-
-    work: Path
-    cache: Path
-
-    @property
-    def spool(self) -> Path:
-        """Folder of finished shards that wait for the gate and the upload."""
-        return self.work / "spool"
 
 
 class TokenizeSession:
@@ -70,12 +59,16 @@ class TokenizeSession:
         self.pool = TokenizePool(run.tokenizer, run.num_workers, trust_remote_code=run.trust_remote_code)
         self._workspace = workspace
         self._encoder: Literal["auto", "huggingface"] = run.encoder
+        workspace.work.mkdir(parents=True, exist_ok=True)
+        self._downloads = Path(tempfile.mkdtemp(prefix="downloads-", dir=workspace.work))
+        self._numbers = itertools.count()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *details: object) -> None:
         self.pool.close()
+        shutil.rmtree(self._downloads, ignore_errors=True)
 
     def plan(self) -> list[ShardPlan]:
         """List the source and decide the shards; refuse a root that can't be published to.
@@ -84,6 +77,7 @@ class TokenizeSession:
             UsageError: the source holds no completions.
             ConditionalWriteError: the store of the root can't swap a pointer safely.
         """
+        self._require_apart()
         self.root.store.probe_conditional_writes()
         plans = plan_shards(
             list_completions(self.source),
@@ -95,12 +89,39 @@ class TokenizeSession:
             self._encoder = "huggingface"
         return plans
 
+    def _require_apart(self) -> None:
+        """A dataset inside its own source would be read as completions by the next run."""
+        source = self.source.uri.rstrip("/")
+        if self.root.uri == source or self.root.uri.startswith(source + "/"):
+            raise UsageError(
+                f"The dataset {self.root.uri} lies inside the source {source}: its reject files would be read as "
+                "completions. Name a dataset root outside."
+            )
+
+    def require_free_root(self, plans: Iterable[ShardPlan]) -> None:
+        """Refuse, before any work, a root that holds something else than this batch.
+
+        Raises:
+            DatasetError: the root holds a version made from something else; merging is another command.
+        """
+        current = self.root.current()
+        if current is not None:
+            self._require_same_batch(current, [plan.fingerprint for plan in plans])
+
+    def _require_same_batch(self, current: Manifest, shard_fingerprints: Sequence[str]) -> None:
+        if batch_fingerprint(shard_fingerprints) not in {batch.fingerprint for batch in current.batches}:
+            raise DatasetError(
+                f"{self.root.uri} already holds {current.name} ({current.counts.num_rows} rows), "
+                f"which was not made from {self.run.source}. To add a batch use `dflash merge`; to start anew "
+                "name another dataset root."
+            )
+
     def finished(self, plans: Iterable[ShardPlan]) -> dict[str, ShardReceipt]:
         """Receipts, by fingerprint, of shards that the store or this machine's spool holds whole."""
         wanted = {plan.fingerprint for plan in plans}
         found = self.root.receipts(wanted)
         for fingerprint in wanted - found.keys():
-            receipt = read_spooled(self._workspace.spool / fingerprint)
+            receipt = read_spooled(self.spool / fingerprint)
             if receipt is not None:
                 found[fingerprint] = receipt
         return found
@@ -114,15 +135,16 @@ class TokenizeSession:
         local = self.source.local_path(info.key)
         if local is not None:
             return LocalInput(info.key, local, info.size, info.etag, item.identity.removeprefix("sha256:"))
-        path = self._download_folder / info.key
-        path.parent.mkdir(parents=True, exist_ok=True)
+        # Numbered, since a key may be longer than a file name may.
+        suffix = "".join(PurePosixPath(info.key).suffixes[-2:])
+        path = self._downloads / f"{next(self._numbers):07d}{suffix}"
         transfer = self.source.download(info.key, path, expect=info)
         return LocalInput(info.key, path, info.size, info.etag, transfer.sha256)
 
     @property
-    def _download_folder(self) -> Path:
-        bucket_and_prefix = self.source.uri.split("://", 1)[-1].strip("/")
-        return self._workspace.work / "downloads" / bucket_and_prefix
+    def spool(self) -> Path:
+        """Finished shards of this dataset; runs into other datasets have their own."""
+        return self._workspace.spool / sha256_hex(self.root.uri.encode())[:12]
 
     def tokenize(self, plan: ShardPlan, inputs: Iterable[LocalInput]) -> ShardReceipt:
         """Make one shard in the pool; its downloads are removed afterwards.
@@ -132,11 +154,9 @@ class TokenizeSession:
             ShardFailedError: the process died under it.
         """
         local = tuple(inputs)
-        receipt = self.pool.run(
-            ShardJob(plan.fingerprint, local, self.run.options, self._workspace.spool, self._encoder)
-        )
+        receipt = self.pool.run(ShardJob(plan.fingerprint, local, self.run.options, self.spool, self._encoder))
         for item in local:
-            if item.path.is_relative_to(self._download_folder):
+            if item.path.is_relative_to(self._downloads):
                 item.path.unlink(missing_ok=True)
         return receipt
 
@@ -168,37 +188,40 @@ class TokenizeSession:
         return dict(examples)
 
     def _rejects_of(self, receipt: ShardReceipt) -> bytes:
-        spooled = self._workspace.spool / receipt.shard.fingerprint / REJECTS_FILE
+        spooled = self.spool / receipt.shard.fingerprint / REJECTS_FILE
         if spooled.is_file():
             return spooled.read_bytes()
         return self.root.meta.read(f"rejects/{receipt.rejects_sha256}.jsonl", sha256=receipt.rejects_sha256)
 
     def _index_path(self, receipt: ShardReceipt) -> Path:
-        spooled = self._workspace.spool / receipt.shard.fingerprint / INDEX_FILE
+        spooled = self.spool / receipt.shard.fingerprint / INDEX_FILE
         return spooled if spooled.is_file() else self.root.fetch_index(receipt.shard)
 
-    def upload(self, receipt: ShardReceipt) -> int:
-        """Put shard, index, rejects and, last, the receipt in place; return the bytes sent. Repeating is harmless.
+    def upload(self, receipt: ShardReceipt) -> None:
+        """Put shard, index, rejects and, last, the receipt in place. Repeating is harmless.
 
         Raises:
             IntegrityError: the spooled files are not what the receipt says, or the store holds another shard for it.
         """
-        entry, spool = receipt.shard, self._workspace.spool / receipt.shard.fingerprint
+        entry, spool = receipt.shard, self.spool / receipt.shard.fingerprint
         if not spool.is_dir():
             raise StorageError(f"{spool} is gone before its upload to {self.root.uri}. Run again: it is made anew.")
-        before = self.root.store.counters.snapshot().bytes_up + self.root.meta.counters.snapshot().bytes_up
-        self.root.store.put_if_absent(entry.key, spool / SHARD_FILE, sha256=entry.sha256)
+        if entry.num_rows:
+            self.root.store.put_if_absent(entry.key, spool / SHARD_FILE, sha256=entry.sha256)
         self.root.meta.put_if_absent(entry.index_key, spool / INDEX_FILE, sha256=entry.index_sha256)
         if receipt.rejects_sha256 is not None:
             key = f"rejects/{receipt.rejects_sha256}.jsonl"
             self.root.meta.put_if_absent(key, spool / REJECTS_FILE, sha256=receipt.rejects_sha256)
         self._put_receipt(receipt)
         shutil.rmtree(spool, ignore_errors=True)
-        return self.root.store.counters.snapshot().bytes_up + self.root.meta.counters.snapshot().bytes_up - before
+
+    def bytes_uploaded(self) -> int:
+        """Bytes this session has sent to the dataset so far."""
+        return sum(store.counters.snapshot().bytes_up for store in (self.root.store, self.root.meta))
 
     def is_spooled(self, receipt: ShardReceipt) -> bool:
         """Whether the shard waits on this machine for its upload."""
-        return (self._workspace.spool / receipt.shard.fingerprint).is_dir()
+        return (self.spool / receipt.shard.fingerprint).is_dir()
 
     def _put_receipt(self, receipt: ShardReceipt) -> None:
         """Store the receipt; one that is there may differ in the encoder's name, never in the shard."""
@@ -223,11 +246,11 @@ class TokenizeSession:
             DatasetError: the root holds a version made from something else; merging is another command.
             PublishConflictError: another publisher won.
         """
+        current = self.root.current()
+        if current is not None:
+            self._require_same_batch(current, [receipt.shard.fingerprint for receipt in receipts])
+            return current
         manifest = self.first_manifest(receipts, report)
-        pointer = self.root.pointer()
-        if pointer is not None:
-            return self._already_published(pointer, manifest)
-        self.save_report(report, manifest.name)
         self.root.publish(manifest, expected=None)
         return manifest
 
@@ -238,20 +261,9 @@ class TokenizeSession:
         self.root.meta.put_if_absent(key, page)
         return f"{self.root.meta.uri}/{key}"
 
-    def _already_published(self, pointer: Pointer, manifest: Manifest) -> Manifest:
-        published = self.root.manifest_of(pointer.record)
-        batches = {batch.fingerprint for batch in published.batches}
-        if manifest.batches[0].fingerprint in batches:
-            return published
-        raise DatasetError(
-            f"{self.root.uri} already holds {published.name} ({published.counts.num_rows} rows), "
-            f"which was not made from {self.run.source}. To add a batch use `dflash merge`; to start anew "
-            "name another dataset root."
-        )
-
     def first_manifest(self, receipts: Sequence[ShardReceipt], report: QualityReport) -> Manifest:
         """Manifest of version 1 over these shards, in plan order."""
-        shards = tuple(receipt.shard for receipt in receipts)
+        shards = shards_with_rows(receipts)
         return Manifest(
             version=1,
             parent=None,
@@ -286,6 +298,7 @@ def tokenize_dataset(run: TokenizeRun, credentials: S3Credentials | None, worksp
     """
     with TokenizeSession(run, credentials, workspace) as session:
         plans = session.plan()
+        session.require_free_root(plans)
         receipts = session.finished(plans)
         missing = [plan for plan in plans if plan.fingerprint not in receipts]
         with ThreadPoolExecutor(session.pool.num_workers + 1) as threads:
@@ -297,9 +310,3 @@ def tokenize_dataset(run: TokenizeRun, credentials: S3Credentials | None, worksp
         for receipt in filter(session.is_spooled, ordered):
             session.upload(receipt)
         return session.publish_first(ordered, report)
-
-
-def group_files(files: Sequence[PlannedFile], size: int) -> list[tuple[PlannedFile, ...]]:
-    """Cut a shard's files into download tasks of at most `size` files."""
-    starts = range(0, len(files), size)
-    return [tuple(itertools.islice(files, start, start + size)) for start in starts]

@@ -165,9 +165,14 @@ def test_an_error_leaves_no_file_behind(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="boom"):
         fail()
-    with pytest.raises(DatasetError, match="without rows"):
-        write(tmp_path, [])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_shard_may_be_without_rows(tmp_path: Path) -> None:
+    written = write(tmp_path, [])
+    assert written.num_rows == 0
+    assert list(read_batches(tmp_path / "shard.arrow")) == []
+    assert read_index(tmp_path / "index.arrow").num_rows == 0
 
 
 def test_equal_rows_have_equal_hashes_and_others_not() -> None:

@@ -55,7 +55,7 @@ def current(dataset: str) -> Manifest:
 
 
 def spooled(home: Path) -> set[str]:
-    return {path.name for path in (home / "work" / "spool").glob("*") if not path.name.startswith(".")}
+    return {path.name for path in (home / "work" / "spool").glob("*/*") if not path.name.startswith(".")}
 
 
 def test_publishes_version_1_that_datasets_opens(
@@ -106,7 +106,7 @@ def test_failed_shards_are_named_and_only_they_are_made_again(
     with pytest.raises(ShardFailedError, match=r"2 of 5 shards failed(.|\n)*shard-00001(.|\n)*shard-00003"):
         run_flow(run)
     assert DatasetRoot.open(run.dataset).current() is None
-    kept = {path: path.stat().st_mtime_ns for path in (home / "work" / "spool").glob("*/receipt.json")}
+    kept = {path: path.stat().st_mtime_ns for path in (home / "work" / "spool").glob("*/*/receipt.json")}
     assert len(kept) == 3
     for path, data in good.items():
         path.write_bytes(data)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from dflash.config import MixOptions, TokenizeOptions
 from dflash.data.compatibility import Recipe, check_compatible
 from dflash.data.merge import merge_manifest, publish_merge
-from dflash.data.merge_plan import MergeRules, batch_fingerprint
+from dflash.data.merge_plan import MergeRules
 from dflash.data.verify import verify_dataset
 from dflash.errors import DamagedDatasetError, IncompatibleError, PublishConflictError
-from dflash.manifest import ShardReceipt, batch_from_receipts
+from dflash.manifest import ShardReceipt, batch_fingerprint, batch_from_receipts
 
 KEEP_OLD, KEEP_NEW = MergeRules(duplicates="keep_old"), MergeRules(duplicates="keep_new")
 

@@ -1,0 +1,120 @@
+"""One shard from files: what is kept, what is refused, what a killed parent leaves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dflash.config import TokenizeOptions, TokenizeRun
+from dflash.data.pool import TokenizePool
+from dflash.data.shard_job import LocalInput, ShardJob, read_spooled, run_shard_job
+from dflash.data.tokenize_run import TokenizeSession
+from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
+from dflash.data.workspace import Workspace
+from dflash.errors import DatasetError, IntegrityError, UsageError
+
+RECORD = {"id": "a", "messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_tokenizer_dir: Path) -> TargetTokenizer:
+    return load_tokenizer(smollm2_tokenizer_dir)
+
+
+def write_input(folder: Path, name: str, data: bytes) -> LocalInput:
+    path = folder / name
+    path.write_bytes(data)
+    return LocalInput(name, path, len(data), None, hashlib.sha256(data).hexdigest())
+
+
+def make_job(tmp_path: Path, *inputs: LocalInput) -> ShardJob:
+    return ShardJob("f" * 64, inputs, TokenizeOptions(), tmp_path / "spool", "huggingface")
+
+
+def test_empty_files_give_a_shard_without_rows(tmp_path: Path, tokenizer: TargetTokenizer) -> None:
+    receipt = run_shard_job(make_job(tmp_path, write_input(tmp_path, "empty.jsonl", b"\n\n")), tokenizer)
+    assert receipt.shard.num_rows == 0
+    assert receipt.reject_reasons == {}
+
+
+def test_a_group_of_rejects_alone_is_an_error_that_says_why(tmp_path: Path, tokenizer: TargetTokenizer) -> None:
+    job = make_job(tmp_path, write_input(tmp_path, "bad.jsonl", b"nonsense\n"))
+    with pytest.raises(DatasetError, match=r"No usable record(.|\n)*bad\.jsonl:?"):
+        run_shard_job(job, tokenizer)
+    assert not (tmp_path / "spool" / ("f" * 64)).exists()
+
+
+def test_good_records_beside_bad_ones_are_kept(tmp_path: Path, tokenizer: TargetTokenizer) -> None:
+    line = json.dumps(RECORD).encode() + b"\n"
+    receipt = run_shard_job(make_job(tmp_path, write_input(tmp_path, "mixed.jsonl", b"{\n" + line)), tokenizer)
+    assert receipt.shard.num_rows == 1
+    assert sum(receipt.reject_reasons.values()) == 1
+    assert receipt.num_records == 2
+
+
+def test_a_file_that_changed_since_it_was_listed_is_refused(tmp_path: Path, tokenizer: TargetTokenizer) -> None:
+    item = write_input(tmp_path, "a.jsonl", json.dumps(RECORD).encode() + b"\n")
+    item.path.write_bytes(item.path.read_bytes().replace(b"2+2", b"3+3"))
+    with pytest.raises(IntegrityError, match=r"a\.jsonl\) was changed"):
+        run_shard_job(make_job(tmp_path, item), tokenizer)
+
+
+def test_a_damaged_spool_folder_is_made_again(tmp_path: Path, tokenizer: TargetTokenizer) -> None:
+    job = make_job(tmp_path, write_input(tmp_path, "a.jsonl", json.dumps(RECORD).encode() + b"\n"))
+    first = run_shard_job(job, tokenizer)
+    (job.result / "shard.arrow").write_bytes(b"damaged")
+    assert read_spooled(job.result) is None
+    assert run_shard_job(job, tokenizer) == first
+    assert read_spooled(job.result) == first
+
+
+def test_a_dataset_inside_its_source_is_refused(tmp_path: Path, smollm2_tokenizer_dir: Path) -> None:
+    run = TokenizeRun(source=str(tmp_path), dataset=str(tmp_path / "dataset"), tokenizer=str(smollm2_tokenizer_dir))
+    with (
+        TokenizeSession(run, None, Workspace(tmp_path / "work", tmp_path / "cache")) as session,
+        pytest.raises(UsageError, match="lies inside the source"),
+    ):
+        session.plan()
+
+
+def test_workers_end_with_a_killed_parent(tmp_path: Path, smollm2_tokenizer_dir: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, time\n"
+        "from dflash.data.pool import TokenizePool\n"
+        "if __name__ == '__main__':\n"
+        "    pool = TokenizePool(sys.argv[1], 1)\n"
+        "    pool._current().submit(time.sleep, 0).result()\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(120)\n"
+    )
+    repository = Path(__file__).resolve().parents[2]
+    command = [sys.executable, str(program), str(smollm2_tokenizer_dir)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=repository)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    children = psutil.Process(parent.pid).children(recursive=True)
+    assert children
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 30
+    while any(child.is_running() for child in children) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [child for child in children if child.is_running()]
+
+
+def test_a_closed_pool_refuses_work(tmp_path: Path, smollm2_tokenizer_dir: Path) -> None:
+    pool = TokenizePool(str(smollm2_tokenizer_dir), 1)
+    pool.close()
+    with pytest.raises(Exception, match="closed"):
+        pool.run(make_job(tmp_path))
