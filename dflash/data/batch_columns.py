@@ -27,10 +27,12 @@ class BatchColumns:
     """The batch's columns, n rows.
 
     Attributes:
-        output: int64 [n], 0 where unknown (see `known`).
-        ratio: float64 [n], loss tokens to output_tokens, meaningful where `known`.
-        confirmed: bool [n], something beside our own rendering agrees with the mask: the server counted as
-            many tokens (or as many as the untrimmed text has), or the record carried the sampled ids.
+        known: bool [n], the record has output_tokens.
+        ratio: float64 [n], loss tokens to output_tokens, meaningful where `known`; 1 where `agrees`. Elsewhere the
+            loss tokens of earlier turns count too, where they are in the mask.
+        agrees: bool [n], the server counted as many tokens as the mask holds of the last response, whole.
+        confirmed: bool [n], something beside our own rendering agrees with the mask: `agrees`, or the server counted
+            as many tokens as the untrimmed text has, or the record carried the sampled ids.
     """
 
     ids: pa.ChunkedArray
@@ -39,10 +41,10 @@ class BatchColumns:
     scripts: pa.ChunkedArray
     lengths: IntArray
     loss: IntArray
-    output: IntArray
     known: BoolArray
     flags: npt.NDArray[np.uint16]
     ratio: npt.NDArray[np.float64]
+    agrees: BoolArray
     confirmed: BoolArray
 
     @property
@@ -62,8 +64,7 @@ class BatchColumns:
 
     def has(self, flag: RowFlag) -> BoolArray:
         """Rows with this flag."""
-        rows: BoolArray = (self.flags & int(flag)) != 0
-        return rows
+        return _flagged(self.flags, flag)
 
     def examples(self, rows: BoolArray) -> tuple[str, ...]:
         """Ids of up to ten of the rows, spread over the batch."""
@@ -92,9 +93,14 @@ def read_columns(indexes: Iterable[pa.Table]) -> BatchColumns:
     output = pc.fill_null(table["output_tokens"], 0).to_numpy().astype(np.int64)
     loss = table["num_loss_tokens"].to_numpy().astype(np.int64)
     flags = table["flags"].to_numpy()
+    agrees = known & ~_flagged(flags, RowFlag.OUTPUT_MISMATCH)
+    # The flag compares what the target sampled; the window may have left less of it.
+    agrees &= ~_flagged(flags, RowFlag.WINDOW_CUT) | (loss == output)
+    verbatim = _flagged(flags, RowFlag.VERBATIM_WHITESPACE)
     # A count of 0 would divide by zero; any loss token in such a row is a disagreement, which n / 1 shows.
-    ratio = np.where(known & (output == 0) & (loss == 0), 1.0, loss / np.maximum(output, 1))
-    explained = (flags & int(RowFlag.SAMPLED_IDS | RowFlag.VERBATIM_WHITESPACE)) != 0
+    ratio = np.where(agrees, 1.0, loss / np.maximum(output, 1))
+    # Trimming leaves less than the server counted: only earlier turns in the mask lift such a row above 1.
+    ratio = np.where(verbatim, np.minimum(ratio, 1.0), ratio)
     return BatchColumns(
         ids=pc.fill_null(table["sample_id"], ""),
         hashes=table["content_hash"],
@@ -102,9 +108,14 @@ def read_columns(indexes: Iterable[pa.Table]) -> BatchColumns:
         scripts=pc.fill_null(table["script"], ""),
         lengths=table["num_tokens"].to_numpy().astype(np.int64),
         loss=loss,
-        output=output,
         known=known,
         flags=flags,
         ratio=ratio,
-        confirmed=explained | (known & (loss == output)),
+        agrees=agrees,
+        confirmed=agrees | verbatim | _flagged(flags, RowFlag.SAMPLED_IDS),
     )
+
+
+def _flagged(flags: npt.NDArray[np.uint16], flag: RowFlag) -> BoolArray:
+    rows: BoolArray = (flags & int(flag)) != 0
+    return rows

@@ -5,6 +5,9 @@ as many `output_tokens` (or as many as the untrimmed text has), or the record ca
 counts are alarming only in rows that aren't: completions capped at 128 tokens rightly have 128 each, one-word answers
 rightly have 2, but the scaffold that was left of lost answers (6 tokens each) is confirmed by nothing.
 
+With `loss_on="all_turns"` a mask holds more than the last response, which alone `output_tokens` counts. Whether the two
+agree was found when the row was tokenized (`RowFlag.OUTPUT_MISMATCH`); the gate takes that, and never counts again.
+
 A share fails when it is above its limit and at least two rows stand behind it (unless the limit is 0), so that a
 trial with ten records isn't stopped by a single odd one.
 """
@@ -12,39 +15,18 @@ trial with ten records isn't stopped by a single odd one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from dflash.config import GateThresholds
-from dflash.data.batch_columns import BatchColumns, BoolArray, IntArray, read_columns
-from dflash.data.mix import mix_of, mix_shift
-from dflash.data.quality_report import (
-    Baseline,
-    Distribution,
-    Finding,
-    LossCount,
-    QualityReport,
-    RowCounts,
-    printable,
-)
-from dflash.data.quality_rules import make_finding, rounded, share_finding
-from dflash.data.rows import RowFlag
+from dflash.data.batch_columns import BatchColumns, read_columns
+from dflash.data.mix import mix_of
+from dflash.data.quality_checks import Checks, Rejects, mix_findings
+from dflash.data.quality_numbers import COUNT_EDGES, RATIO_EDGES, count_rows, distribution, top_loss_counts
+from dflash.data.quality_report import Baseline, Finding, QualityReport, printable
 from dflash.errors import GateError
 from dflash.manifest import canonical_json
-
-TOP_LOSS_COUNTS: Final = 10
-MIN_LOSS_TOKENS: Final = 2  # one anchor and one token to predict
-# Among 60 rows with lengths spread over 300 values, five agree by chance once in 1,400 batches.
-MIN_EQUAL_ROWS: Final = 5
-
-# Half octaves: 1, 2, 3, 4, 6, 8, 11, 16, ... 1,048,576.
-COUNT_EDGES: Final = (0.0, *sorted({float(round(2 ** (step / 2))) for step in range(41)}))
-# Steps of 0.04, so that the middle bin is what agrees: 0.98 to 1.02.
-RATIO_EDGES: Final = (0.0, *((2 + 4 * step) / 100 for step in range(51)))
 
 
 def assess(
@@ -73,35 +55,12 @@ def assess(
         DatasetError: an index has another schema.
     """
     columns = read_columns(indexes)
-    num_rejected = sum(reject_reasons.values())
-    num_records = max(num_records, columns.num_rows + num_rejected)
+    num_read = max(num_records, columns.num_rows + sum(reject_reasons.values()))
+    rejects = Rejects(num_read, reject_reasons, reject_examples or {})
+    checks = Checks(columns, thresholds)
     mix = Baseline(sources=mix_of(columns.sources), scripts=mix_of(columns.scripts))
-    checks = _Checks(columns, thresholds)
-    findings = (
-        *checks.rows(),
-        *checks.rejected(_Rejects(num_records, reject_reasons, reject_examples or {})),
-        *_mix_findings(mix, baseline, thresholds),
-    )
-    apart = columns.known & columns.window_cut
-    return QualityReport(
-        passed=all(finding.passed for finding in findings),
-        num_records=num_records,
-        num_rows=columns.num_rows,
-        num_rejected=num_rejected,
-        num_tokens=int(columns.lengths.sum()),
-        num_loss_tokens=int(columns.loss.sum()),
-        rows=_row_counts(columns),
-        lengths=_distribution(columns.lengths, COUNT_EDGES),
-        loss_tokens=_distribution(columns.loss, COUNT_EDGES),
-        ratio=_distribution(columns.ratio[columns.comparable], RATIO_EDGES),
-        window_cut_ratio=_distribution(columns.ratio[apart], RATIO_EDGES),
-        top_loss_counts=_top_loss_counts(columns),
-        reject_reasons=dict(sorted(reject_reasons.items())),
-        mix=mix,
-        baseline=baseline,
-        findings=findings,
-        thresholds=thresholds,
-    )
+    findings = (*checks.rows(), *checks.rejected(rejects), *mix_findings(mix, baseline, thresholds))
+    return _describe(columns, rejects, findings, mix, thresholds, baseline)
 
 
 def enforce(report: QualityReport, thresholds: GateThresholds) -> str | None:
@@ -148,177 +107,30 @@ def baseline_of(quality: Mapping[str, Any]) -> Baseline | None:
     return report.mix if report.baseline is None else report.mix.plus(report.baseline)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rejects:
-    num_records: int
-    by_reason: Mapping[str, int]
-    examples: Mapping[str, Sequence[str]]
-
-    def named(self, reasons: Iterable[str]) -> list[str]:
-        return [name for reason in sorted(reasons) for name in self.examples.get(reason, ())]
-
-
-class _Checks:
-    """The rules over rows; each method makes one finding."""
-
-    def __init__(self, columns: BatchColumns, thresholds: GateThresholds) -> None:
-        self._columns = columns
-        self._limits = thresholds
-
-    def rows(self) -> Iterable[Finding]:
-        """Every rule about rows, in the order of the report."""
-        columns, limits = self._columns, self._limits
-        count = columns.num_rows
-        yield make_finding("min_rows", float(count), count, passed=count >= limits.min_rows, at_least=limits.min_rows)
-        yield self._single_loss_count()
-        tiny = (columns.loss <= limits.tiny_mask_tokens) & ~columns.confirmed
-        yield self.share("tiny_mask", tiny, limits.max_tiny_mask_share)
-        yield self._median_ratio()
-        yield self._ratio_mismatch()
-        yield self.share("length_cut", columns.has(RowFlag.LENGTH_CUT), limits.max_length_cut_share)
-        yield self.share("window_cut", columns.window_cut, limits.max_window_cut_share)
-        # A completion that was cut while it was thinking is already counted as cut.
-        thinking_only = columns.has(RowFlag.THINKING_ONLY) & ~columns.has(RowFlag.LENGTH_CUT) & ~columns.window_cut
-        yield self.share("thinking_only", thinking_only, limits.max_thinking_only_share)
-        yield self.share("undecodable", columns.has(RowFlag.UNDECODABLE), limits.max_undecodable_share)
-        yield self._duplicates("duplicate_ids", columns.ids)
-        yield self._duplicates("duplicate_content", columns.hashes)
-
-    def share(self, rule: str, rows: BoolArray, limit: float) -> Finding:
-        """A share of all rows."""
-        return share_finding(rule, int(rows.sum()), len(rows), limit, self._columns.examples(rows))
-
-    def rejected(self, rejects: _Rejects) -> Iterable[Finding]:
-        """Every rule about records that never became a row."""
-        limits, total, reasons = self._limits, rejects.num_records, sorted(rejects.by_reason)
-        rows = self._columns.loss < MIN_LOSS_TOKENS
-        empty = [reason for reason in reasons if "empty" in reason]
-        count = int(rows.sum()) + sum(rejects.by_reason[reason] for reason in empty)
-        examples = (*self._columns.examples(rows), *rejects.named(empty))
-        yield share_finding("empty", count, total, limits.max_reject_reason_share, examples)
-        count = sum(rejects.by_reason.values())
-        yield share_finding("rejected", count, total, limits.max_reject_share, rejects.named(reasons))
-        for reason in reasons:
-            count, examples = rejects.by_reason[reason], tuple(rejects.named([reason]))
-            finding = share_finding("rejected_reason", count, total, limits.max_reject_reason_share, examples)
-            title = finding.title.format(reason=printable(reason))
-            yield finding.model_copy(update={"rule": f"rejected:{reason}", "title": title})
-
-    def _single_loss_count(self) -> Finding:
-        columns = self._columns
-        suspects = _unexplained_counts(columns)
-        values, counts = np.unique(columns.loss[suspects], return_counts=True)
-        limit = self._limits.max_single_loss_count_share
-        if len(values) == 0:
-            return share_finding("single_loss_count", 0, columns.num_rows, limit, ())
-        value, count = int(values[counts.argmax()]), int(counts.max())
-        finding = share_finding(
-            "single_loss_count",
-            count,
-            columns.num_rows,
-            limit,
-            columns.examples(suspects & (columns.loss == value)) if count >= MIN_EQUAL_ROWS else (),
-            min_count=MIN_EQUAL_ROWS,
-        )
-        return finding.model_copy(update={"title": f"{finding.title} (most often {value:,})"})
-
-    def _median_ratio(self) -> Finding:
-        columns, limits = self._columns, self._limits
-        rows = columns.comparable
-        median = rounded(np.median(columns.ratio[rows])) if rows.any() else None
-        passed = median is None or limits.min_median_ratio <= median <= limits.max_median_ratio
-        outside = rows & ((columns.ratio < limits.min_median_ratio) | (columns.ratio > limits.max_median_ratio))
-        return make_finding(
-            "median_ratio",
-            median,
-            int(rows.sum()),
-            passed=passed,
-            at_least=limits.min_median_ratio,
-            at_most=limits.max_median_ratio,
-            examples=() if passed else columns.examples(outside),
-        )
-
-    def _ratio_mismatch(self) -> Finding:
-        """Share of the rows that can be compared, so that a batch with few counts is judged by them."""
-        columns, limits = self._columns, self._limits
-        rows = columns.comparable & ~columns.has(RowFlag.VERBATIM_WHITESPACE)
-        off = rows & (np.abs(columns.ratio - 1) > limits.ratio_tolerance)
-        limit = limits.max_ratio_mismatch_share
-        return share_finding(
-            "ratio_mismatch", int(off.sum()), int(columns.comparable.sum()), limit, columns.examples(off)
-        )
-
-    def _duplicates(self, rule: str, column: pa.ChunkedArray) -> Finding:
-        limit = self._limits.max_duplicate_share
-        codes = [chunk.indices.to_numpy() for chunk in column.dictionary_encode().chunks]
-        code = np.concatenate(codes) if codes else np.empty(0, np.int32)
-        first = np.zeros(len(code), dtype=np.bool_)
-        first[np.unique(code, return_index=True)[1]] = True
-        return self.share(rule, ~first, limit)
-
-
-def _unexplained_counts(columns: BatchColumns) -> BoolArray:
-    """Rows whose number of loss tokens should be nobody else's.
-
-    Not those that are confirmed, nor those that a limit gave their size: the window, or (without `output_tokens` to
-    confirm it) the server's max_tokens, which is the largest count among the rows that it cut.
-    """
-    cut = columns.has(RowFlag.LENGTH_CUT) & ~columns.known
-    capped = cut & (columns.loss == columns.loss[cut].max()) if cut.any() else cut
-    return ~columns.confirmed & ~columns.window_cut & ~capped
-
-
-def _mix_findings(mix: Baseline, baseline: Baseline | None, limits: GateThresholds) -> Iterable[Finding]:
-    old = baseline or Baseline(sources={}, scripts={})
-    pairs = (
-        ("source_mix", mix.sources, old.sources, limits.max_source_shift),
-        ("script_mix", mix.scripts, old.scripts, limits.max_script_shift),
-    )
-    for rule, new_mix, old_mix, limit in pairs:
-        shift = mix_shift(new_mix, old_mix)
-        yield make_finding(rule, shift, sum(new_mix.values()), passed=shift is None or shift <= limit, at_most=limit)
-
-
-def _row_counts(columns: BatchColumns) -> RowCounts:
-    return RowCounts(
-        with_output_tokens=int(columns.known.sum()),
-        equal_output_tokens=int((columns.known & (columns.loss == columns.output)).sum()),
-        sampled_ids=int(columns.has(RowFlag.SAMPLED_IDS).sum()),
-        confirmed=int(columns.confirmed.sum()),
-        length_cut=int(columns.has(RowFlag.LENGTH_CUT).sum()),
-        window_cut=int(columns.window_cut.sum()),
-        thinking_only=int(columns.has(RowFlag.THINKING_ONLY).sum()),
-        undecodable=int(columns.has(RowFlag.UNDECODABLE).sum()),
-        verbatim_whitespace=int(columns.has(RowFlag.VERBATIM_WHITESPACE).sum()),
-    )
-
-
-def _top_loss_counts(columns: BatchColumns) -> tuple[LossCount, ...]:
-    values, counts = np.unique(columns.loss, return_counts=True)
-    suspects = _unexplained_counts(columns)
-    largest = np.lexsort((values, -counts))[:TOP_LOSS_COUNTS]
-    return tuple(
-        LossCount(
-            num_loss_tokens=int(values[place]),
-            num_rows=int(counts[place]),
-            num_unexplained=int((suspects & (columns.loss == values[place])).sum()),
-        )
-        for place in largest
-    )
-
-
-def _distribution(values: npt.NDArray[np.float64] | IntArray, edges: Sequence[float]) -> Distribution:
-    bins = np.histogram(np.clip(values, edges[0], np.nextafter(edges[-1], 0)), np.array(edges))[0]
-    some = len(values) > 0
-    points = [rounded(value) for value in np.percentile(values, [0, 1, 50, 99, 100])] if some else [None] * 5
-    return Distribution(
-        edges=tuple(edges),
-        bins=tuple(int(count) for count in bins),
-        num_rows=len(values),
-        mean=rounded(values.mean()) if some else None,
-        low=points[0],
-        p1=points[1],
-        median=points[2],
-        p99=points[3],
-        high=points[4],
+def _describe(
+    columns: BatchColumns,
+    rejects: Rejects,
+    findings: tuple[Finding, ...],
+    mix: Baseline,
+    thresholds: GateThresholds,
+    baseline: Baseline | None,
+) -> QualityReport:
+    return QualityReport(
+        passed=all(finding.passed for finding in findings),
+        num_records=rejects.num_records,
+        num_rows=columns.num_rows,
+        num_rejected=rejects.num_rejected,
+        num_tokens=int(columns.lengths.sum()),
+        num_loss_tokens=int(columns.loss.sum()),
+        rows=count_rows(columns),
+        lengths=distribution(columns.lengths, COUNT_EDGES),
+        loss_tokens=distribution(columns.loss, COUNT_EDGES),
+        ratio=distribution(columns.ratio[columns.comparable], RATIO_EDGES),
+        window_cut_ratio=distribution(columns.ratio[columns.known & columns.window_cut], RATIO_EDGES),
+        top_loss_counts=top_loss_counts(columns),
+        reject_reasons=dict(sorted(rejects.by_reason.items())),
+        mix=mix,
+        baseline=baseline,
+        findings=findings,
+        thresholds=thresholds,
     )

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from dflash.config import GateThresholds
 from dflash.manifest import Contract
 
-Unit = Literal["share", "ratio", "rows", "distance"]
+Unit = Literal["share", "ratio", "rows", "files", "distance"]
 
 
 class Baseline(Contract):
@@ -61,7 +61,8 @@ class LossCount(Contract):
 class RowCounts(Contract):
     """Rows by what is known about them; one row may count several times.
 
-    `confirmed` rows have a mask that agrees with `output_tokens` or comes from the sampled ids.
+    `equal_output_tokens` rows have a mask whose last response has exactly as many tokens as the server counted;
+    `confirmed` are these and those whose mask comes from the sampled ids or whose untrimmed text fits the count.
     """
 
     with_output_tokens: int
@@ -156,7 +157,7 @@ def format_value(value: float | None, unit: Unit) -> str:
         return "none"
     if unit == "share":
         return f"{100 * value:.2f} %"
-    return f"{value:,.0f} rows" if unit == "rows" else f"{value:.3f}"
+    return f"{value:,.0f} {unit}" if unit in ("rows", "files") else f"{value:.3f}"
 
 
 def printable(text: str) -> str:

@@ -17,7 +17,7 @@ MIN_ROWS_BEHIND_SHARE: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Words of one rule; its limits are in `GateThresholds`, its arithmetic in `quality`."""
+    """Words of one rule; its limits are in `GateThresholds`, its arithmetic in `quality_checks`."""
 
     title: str
     unit: Unit
@@ -100,6 +100,15 @@ RULES: Final[dict[str, Rule]] = {
         "share",
         "The same prompt and response more than once weighs more in training.",
         "The input files of the examples: a retried request written twice, or a greedy server asked the same twice?",
+    ),
+    "damaged_files": Rule(
+        "Input files that are damaged",
+        "files",
+        "Each is cut, corrupt or too large once decompressed, and was read only up to there. All records behind that "
+        "are lost, however many; they appear in no other number, because a damaged file counts as one reject.",
+        "The reject report's rows with truncated_file, corrupt_stream or file_too_large: it names the files. Upload "
+        "them again (was an upload stopped, or is the file still being written?). To go without the lost records, "
+        "set gate.max_damaged_files to the number of damaged files.",
     ),
     "rejected": Rule(
         "Records rejected, all reasons together",

@@ -18,6 +18,7 @@ CAPTIONS: Final = {
     "ratio": "Loss tokens / output_tokens",
     "lengths": "Tokens a row",
 }
+_WINDOW_CUT_CAPTION: Final = "Loss tokens / output_tokens of rows cut at max_seq_len"
 _MAX_MIX_ROWS: Final = 20
 
 
@@ -37,6 +38,9 @@ def render_markdown(report: QualityReport) -> str:
             parts += ["Examples: " + ", ".join(_code(name) for name in finding.examples), ""]
     for name, picture in _pictures(report).items():
         parts += [f"**{_md(CAPTIONS[name])}** ({_places(report, name)})", "", f"![{name}]({_data_uri(picture)})", ""]
+    if report.window_cut_ratio.num_rows:
+        places = _places(report, "window_cut_ratio")
+        parts += [f"**{_md(_WINDOW_CUT_CAPTION)}** ({report.window_cut_ratio.num_rows:,} rows: {places})", ""]
     parts += ["| | rule | found | allowed | behind it |", "|---|---|---:|---|---:|"]
     for finding in report.findings:
         cells = (_md(finding.title), finding.value_text, finding.limit_text, f"{finding.count:,}")
@@ -56,7 +60,7 @@ def render_html(report: QualityReport, title: str) -> str:
         "</section>",
         *_failures(report.failures),
         _rules(report.findings),
-        f'<section class="tables">{_loss_counts(report)}<div>',
+        f'<section class="tables"><div>{_loss_counts(report)}{_window_cut(report)}</div><div>',
         _mix("Sources", report.mix.sources, report.baseline.sources if report.baseline else None),
         _mix("Scripts", report.mix.scripts, report.baseline.scripts if report.baseline else None),
         _mix("Rejected records", report.reject_reasons, None),
@@ -96,7 +100,7 @@ def _pictures(report: QualityReport) -> dict[str, bytes]:
 def _places(report: QualityReport, name: str) -> str:
     distribution: Distribution = getattr(report, name)
     places = {"p1": distribution.p1, "median": distribution.median, "p99": distribution.p99, "max": distribution.high}
-    digits = 3 if name == "ratio" else 0
+    digits = 3 if name.endswith("ratio") else 0
     return ", ".join(f"{label} {value:,.{digits}f}" for label, value in places.items() if value is not None)
 
 
@@ -173,6 +177,16 @@ def _loss_counts(report: QualityReport) -> str:
     ]
     table = _table(["loss tokens", "rows", "share", "unexplained"], rows)
     return f"<div><h2>Commonest numbers of loss tokens</h2>{table}</div>"
+
+
+def _window_cut(report: QualityReport) -> str:
+    """How much of the sampled tokens the window left; the gate compares these rows apart."""
+    ratio = report.window_cut_ratio
+    if not ratio.num_rows:
+        return ""
+    places = [f"{value:.3f}" for value in (ratio.p1, ratio.median, ratio.p99) if value is not None]
+    table = _table(["rows", "p1", "median", "p99"], [[f"{ratio.num_rows:,}", *places]], text_columns=0)
+    return f"<div><h2>{_html(_WINDOW_CUT_CAPTION)}</h2>{table}</div>"
 
 
 def _mix(title: str, counts: Mapping[str, int], before: Mapping[str, int] | None) -> str:

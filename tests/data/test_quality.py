@@ -1,69 +1,19 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash.config import GateThresholds
-from dflash.data.quality import assess, baseline_of, enforce
-from dflash.data.quality_report import Baseline, Finding, QualityReport, printable
+from dflash.data.quality import baseline_of, enforce
+from dflash.data.quality_report import Baseline, QualityReport, printable
+from dflash.data.report import render_html, render_markdown
 from dflash.data.rows import RowFlag
-from dflash.data.shards import INDEX_SCHEMA
 from dflash.errors import DatasetError, GateError
-
-LIMITS = GateThresholds()
-
-
-def make_index(loss: Any, output: Any = "same", **columns: Any) -> pa.Table:
-    """An index whose rows are sound unless a column says otherwise."""
-    loss = np.asarray(loss, np.int32)
-    count = len(loss)
-    start = columns.pop("start", 0)
-    given_output = loss if isinstance(output, str) else output
-    values = {
-        "sample_id": [f"id-{start + row}" for row in range(count)],
-        "source": ["chat"] * count,
-        "content_hash": [(start + row).to_bytes(16, "big") for row in range(count)],
-        "num_tokens": loss + 40,
-        "num_loss_tokens": loss,
-        "output_tokens": [None] * count if given_output is None else given_output,
-        "finish_reason": ["stop"] * count,
-        "flags": np.zeros(count, np.uint16),
-        "script": ["latin"] * count,
-    } | columns
-    arrays = [pa.array(values[field.name], field.type) for field in INDEX_SCHEMA]
-    return pa.Table.from_arrays(arrays, schema=INDEX_SCHEMA)
-
-
-def judge(*indexes: pa.Table, limits: GateThresholds = LIMITS, **options: Any) -> QualityReport:
-    options = {"reject_reasons": {}, "num_records": 0} | options
-    return assess(indexes, thresholds=limits, **options)
-
-
-def failed(report: QualityReport) -> set[str]:
-    return {finding.rule for finding in report.failures}
-
-
-def finding(report: QualityReport, rule: str) -> Finding:
-    return next(item for item in report.findings if item.rule == rule)
-
-
-def lengths(count: int, low: int = 200, high: int = 900, seed: int = 7) -> np.ndarray:
-    return np.random.default_rng(seed).integers(low, high, count).astype(np.int32)
-
-
-def incident(count: int = 1000, share: float = 0.87) -> tuple[np.ndarray, np.ndarray]:
-    """Lost answers: the mask covers six tokens of scaffold, while the server sampled hundreds."""
-    output = lengths(count)
-    loss = output.copy()
-    loss[: int(count * share)] = 6
-    order = np.random.default_rng(3).permutation(count)
-    return loss[order], output[order]
+from tests.data.gate_batches import LIMITS, failed, finding, incident, judge, lengths, make_index
 
 
 class TestTheIncident:
@@ -152,6 +102,17 @@ class TestWhatIsRightPasses:
         assert (report.ratio.num_rows, report.window_cut_ratio.num_rows) == (850, 150)
         assert report.window_cut_ratio.median == pytest.approx(0.5, abs=0.01)
 
+    def test_what_the_window_left_is_shown_where_it_cut(self) -> None:
+        output = np.full(1000, 400) + np.arange(1000)
+        flags = np.where(np.arange(1000) < 150, RowFlag.WINDOW_CUT, 0)
+        report = judge(make_index(np.where(flags != 0, output // 4, output), output, flags=flags))
+        median = f"{report.window_cut_ratio.median:.3f}"
+        for text in (render_html(report, "batch"), render_markdown(report)):
+            shown = text.replace("\\", "").partition("Loss tokens / output_tokens of rows cut at max_seq_len")[2]
+            assert "150" in shown[:200]
+            assert median in shown[:250]
+        assert "rows cut at max_seq_len" not in render_html(judge(make_index(output)), "batch")
+
     def test_whitespace_that_the_template_trimmed_is_no_mismatch(self) -> None:
         loss = np.full(300, 20)
         table = make_index(loss, loss + 1, flags=np.full(300, RowFlag.VERBATIM_WHITESPACE))
@@ -167,84 +128,36 @@ class TestWhatIsRightPasses:
         assert failed(judge(make_index(loss, None))) == {"single_loss_count"}
 
 
-FLAG_RULES = [
-    ("length_cut", RowFlag.LENGTH_CUT, 0.30),
-    ("window_cut", RowFlag.WINDOW_CUT, 0.20),
-    ("thinking_only", RowFlag.THINKING_ONLY, 0.05),
-    ("undecodable", RowFlag.UNDECODABLE, 0.01),
-]
+class TestAllTurns:
+    """The loss tokens are those of every turn; the server's count is the last one's alone."""
 
+    def test_a_sound_batch_passes_with_exact_masks(self) -> None:
+        output = lengths(1000)
+        report = judge(make_index((output * 2.7).astype(int), output, all_turns=True))
+        assert failed(report) == set()
+        assert (report.ratio.median, report.ratio.high) == (1.0, 1.0)
+        assert (report.rows.equal_output_tokens, report.rows.confirmed) == (1000, 1000)
 
-class TestEachRule:
-    @pytest.mark.parametrize(("rule", "flag", "limit"), FLAG_RULES)
-    def test_flags_are_allowed_up_to_their_share(self, rule: str, flag: RowFlag, limit: float) -> None:
-        loss = lengths(1000)
-        for extra, expected in ((0, set()), (1, {rule})):
-            flags = np.where(np.arange(1000) < limit * 1000 + extra, flag, 0)
-            report = judge(make_index(loss, flags=flags))
-            assert failed(report) == expected
-            assert finding(report, rule).count == limit * 1000 + extra
+    def test_lost_last_turns_are_stopped(self) -> None:
+        lost, output = incident()
+        flags = np.where(lost == 6, RowFlag.OUTPUT_MISMATCH, 0)
+        report = judge(make_index(lost + lengths(1000, seed=9), output, flags=flags, all_turns=True))
+        assert "ratio_mismatch" in failed(report)
+        assert report.rows.equal_output_tokens == 130
 
-    def test_a_trace_that_the_server_cut_is_counted_as_cut_alone(self) -> None:
-        flags = np.where(np.arange(1000) < 200, RowFlag.THINKING_ONLY | RowFlag.LENGTH_CUT, 0)
-        report = judge(make_index(lengths(1000), flags=flags))
-        assert report.passed
-        assert report.rows.thinking_only == 200
-        assert finding(report, "thinking_only").count == 0
+    def test_earlier_turns_make_no_mismatch_of_trimmed_whitespace(self) -> None:
+        output = lengths(300)
+        flags = np.full(300, RowFlag.OUTPUT_MISMATCH | RowFlag.VERBATIM_WHITESPACE)
+        report = judge(make_index(output * 3, output, flags=flags, all_turns=True))
+        assert failed(report) == set()
+        assert (report.rows.equal_output_tokens, report.rows.confirmed) == (0, 300)
 
-    def test_duplicate_ids_and_contents_across_shards(self) -> None:
-        first, again = make_index(lengths(50)), make_index(lengths(3))
-        report = judge(first, again)
-        assert failed(report) == {"duplicate_ids", "duplicate_content"}
-        assert finding(report, "duplicate_ids").count == 3
-        assert finding(report, "duplicate_ids").examples == ("id-0", "id-1", "id-2")
-        moved = make_index(lengths(3), start=0, sample_id=["x", "y", "z"])
-        assert failed(judge(first, moved)) == {"duplicate_content"}
-
-    def test_a_limit_of_zero_allows_not_one(self) -> None:
-        report = judge(make_index(lengths(50)), make_index([300]), limits=GateThresholds(max_duplicate_share=0))
-        assert "duplicate_ids" in failed(report)
-
-    def test_each_reject_reason_and_all_together(self) -> None:
-        rejects = {"empty_response": 40, "bad_json": 20}
-        report = judge(
-            make_index(lengths(940)),
-            reject_reasons=rejects,
-            num_records=1000,
-            reject_examples={"empty_response": ["a.jsonl:3"], "bad_json": ["a.jsonl:9"]},
-        )
-        assert failed(report) == {"empty", "rejected", "rejected:empty_response"}
-        assert finding(report, "rejected:empty_response").examples == ("a.jsonl:3",)
-        assert finding(report, "rejected").value == 0.06
-        assert report.num_rejected == 60
-
-    def test_nothing_but_rejects(self) -> None:
-        report = judge(reject_reasons={"bad_json": 5}, num_records=5)
-        assert failed(report) == {"min_rows", "rejected", "rejected:bad_json"}
-        assert report.ratio.median is None
-
-    def test_mix_against_the_current_version(self) -> None:
-        table = make_index(lengths(200), script=["latin"] * 190 + ["han"] * 10)
-        same = Baseline(sources={"chat": 5000}, scripts={"latin": 4700, "han": 300})
-        assert judge(table, baseline=same).passed
-        other = Baseline(sources={"code": 5000}, scripts={"cyrillic": 5000})
-        report = judge(table, baseline=other)
-        assert failed(report) == {"script_mix"}
-        assert finding(report, "source_mix").value == 1.0
-        strict = judge(table, baseline=other, limits=GateThresholds(max_source_shift=0.5))
-        assert failed(strict) == {"source_mix", "script_mix"}
-
-    def test_a_small_batch_of_many_sources_is_not_shifted_by_chance(self) -> None:
-        baseline = Baseline(sources={f"s{number}": 100 for number in range(50)}, scripts={"latin": 5000})
-        table = make_index(lengths(10), source=[f"s{number}" for number in range(0, 50, 5)])
-        assert judge(table, baseline=baseline).passed
-
-    def test_a_source_of_its_own_in_every_record_is_no_mix(self) -> None:
-        table = make_index(lengths(3000), source=[f"https://example.org/{row}" for row in range(3000)])
-        report = judge(table, baseline=Baseline(sources={"(other)": 2000, "x": 1}, scripts={"latin": 9}))
-        assert report.passed
-        assert len(report.mix.sources) == 1001
-        assert sum(report.mix.sources.values()) == 3000
+    def test_a_row_that_the_window_left_almost_nothing_of_is_tiny_though_it_agreed(self) -> None:
+        output = lengths(100)
+        loss = np.where(np.arange(100) < 10, 3, output)
+        report = judge(make_index(loss, output, flags=np.where(loss == 3, RowFlag.WINDOW_CUT, 0)))
+        assert failed(report) == {"tiny_mask"}
+        assert report.rows.equal_output_tokens == 90
 
 
 class TestReportAsContract:
