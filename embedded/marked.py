@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import psutil
+
+from embedded.processes import ProcessIdentity, identify_process
 
 MARKER = "DFLASH_STACK"
 
@@ -25,6 +27,15 @@ def find_marked(marker: str) -> list[psutil.Process]:
             if process.pid not in own and process.environ().get(MARKER) == marker:
                 found.append(process)
     return found
+
+
+def find_marked_command(marker: str, matches: Callable[[list[str]], bool]) -> ProcessIdentity | None:
+    """The first process with the marker whose command line matches: one whose record was lost by a killed `up`."""
+    for process in find_marked(marker):
+        with contextlib.suppress(psutil.Error):  # it may have ended meanwhile
+            if matches(process.cmdline()):
+                return identify_process(process.pid)
+    return None
 
 
 def stop_all(processes: Iterable[psutil.Process], *, grace_s: float) -> None:

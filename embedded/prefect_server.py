@@ -7,7 +7,9 @@ as a template in the user's cache, and a later start copies it and skips both (7
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shutil
 import sqlite3
 import sys
 import tempfile
@@ -24,6 +26,7 @@ from embedded.processes import ProcessIdentity, find_free_ports, start_process, 
 START_TIMEOUT_S = 180
 """Longest wait for a server; a loaded two-core machine needs up to 70 s for a new database."""
 
+_FOLDER_PREFIX = "dflash-prefect-"
 _SKIP_DATABASE_SET_UP = {
     "PREFECT_SERVER_DATABASE_MIGRATE_ON_START": "false",
     "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",
@@ -36,13 +39,14 @@ def server_command() -> list[str]:
     return [sys.executable, "-P", "-m", "prefect", "server", "start"]
 
 
-def start_prefect_server(home: Path, api: LocalPrefectApi, marker: str) -> ProcessIdentity:
+def start_prefect_server(home: Path, api: LocalPrefectApi, marker: str, *, attached: bool = False) -> ProcessIdentity:
     """Start a server on its database in `home`, made from the template where there is none; doesn't wait for it.
 
     Args:
         home: PREFECT_HOME, made with mode 0700; holds profile, database and `server.log`.
         api: address to serve.
         marker: by which the process is found again.
+        attached: whether it dies with this process; only from the main thread.
 
     Raises:
         UsageError: the path of `home` can't be used.
@@ -56,7 +60,7 @@ def start_prefect_server(home: Path, api: LocalPrefectApi, marker: str) -> Proce
     env = process_environment(home, outside=False) | {MARKER: marker}
     if _read_made_by(home) == _software():
         env |= _SKIP_DATABASE_SET_UP
-    return start_process(server_command(), log=home / "server.log", folder=home, environment=env, attached=False)
+    return start_process(server_command(), log=home / "server.log", folder=home, environment=env, attached=attached)
 
 
 def wait_for_prefect_server(home: Path, api: LocalPrefectApi, process: ProcessIdentity) -> None:
@@ -77,16 +81,25 @@ def wait_for_prefect_server(home: Path, api: LocalPrefectApi, process: ProcessId
 
 @contextlib.contextmanager
 def temporary_prefect_server() -> Iterator[LocalPrefectApi]:
-    """Serve one run where no stack is up: a server in a temporary folder that this process uses, ended at exit."""
-    with tempfile.TemporaryDirectory(prefix="dflash-prefect-") as folder, _restored_environment():
-        home, api = Path(folder).resolve() / "prefect", LocalPrefectApi(find_free_ports(1)[0])
+    """Serve one run where no stack is up: a server in a temporary folder that this process uses, ended at exit.
+
+    It dies with this process however that ends, so it is started from the main thread only.
+
+    Raises:
+        ServiceError: the server did not start, or this is another thread.
+    """
+    with _temporary_folder() as folder, _restored_environment():
+        home, api = folder / "prefect", LocalPrefectApi(find_free_ports(1)[0])
         try:
-            process = start_prefect_server(home, api, marker=folder)
+            process = start_prefect_server(home, api, marker=str(folder), attached=True)
             wait_for_prefect_server(home, api, process)
             activate_settings(api, home)
-            yield api
+            try:
+                yield api
+            finally:
+                _send_pending_logs()
         finally:
-            stop_all(find_marked(folder), grace_s=5)
+            stop_all(find_marked(str(folder)), grace_s=5)
 
 
 def template_path() -> Path:
@@ -163,6 +176,50 @@ def _copy_database(source: Path, target: Path) -> None:
 
 _TEMPLATE_TABLES = ("alembic_version", "block_type", "block_schema")
 _EMPTY_TABLES = ("block_document", "flow_run", "deployment", "work_pool")
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """A folder that goes with this process; what a killed one left is removed by the next.
+
+    The kernel frees the lock of a killed process. The locked file gets its name at last, so that nobody takes a folder
+    for abandoned whose owner is about to lock it.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        if _is_abandoned(left):
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX) as name:
+        folder = Path(name).resolve()
+        lock = os.open(folder / "in-use.part", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / "in-use.part").rename(folder / "in-use")
+            yield folder
+        finally:
+            os.close(lock)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Whether a folder is ours and nobody holds its lock any more."""
+    try:
+        lock = os.open(folder / "in-use", os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return folder.lstat().st_uid == os.getuid()
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+
+
+def _send_pending_logs() -> None:
+    """Let the run's last log records reach the server: Prefect sends them in batches, every two seconds."""
+    if "prefect.logging.handlers" in sys.modules:
+        from prefect.logging.handlers import APILogHandler
+
+        APILogHandler().flush()
 
 
 @contextlib.contextmanager

@@ -25,14 +25,8 @@ from prefect_aws import AwsClientParameters, AwsCredentials
 from dflash.errors import DflashError, ServiceError
 from embedded.prefect_settings import HEARTBEAT_S
 from embedded.seaweedfs import find_seaweedfs
-from embedded.stack_set_up import STEP, read_entrypoints
+from embedded.stack_set_up import POOLS, S3_BLOCK, STEP, ZOMBIE_AUTOMATION, read_entrypoints
 from embedded.stack_state import StackFolder
-
-POOLS: dict[str, int | None] = {"cpu": None, "b200": 1}
-"""Work pools and how many flow runs each may run at a time: one training has the GPUs."""
-
-S3_BLOCK = "dflash-s3"
-ZOMBIE_AUTOMATION = "crash-flow-runs-without-heartbeat"
 
 
 def main(arguments: list[str] | None = None) -> None:

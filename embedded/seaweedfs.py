@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from dflash.errors import ServiceError, StorageError
 from dflash.storage import S3Credentials, TransferLimits, open_store
 from dflash.storage.s3_clients import open_botocore
+from embedded.marked import MARKER, find_marked_command
 from embedded.processes import (
     ProcessIdentity,
     find_free_ports,
@@ -92,8 +93,15 @@ class SeaweedServer:
         return f"s3://{self.bucket}"
 
 
-def start_seaweedfs(directory: Path, config: SeaweedConfig | None = None) -> SeaweedServer:
+def start_seaweedfs(
+    directory: Path, config: SeaweedConfig | None = None, *, marker: str | None = None
+) -> SeaweedServer:
     """Start the object store of a folder, or attach to it where it runs already.
+
+    Args:
+        directory: holds data, credentials and log.
+        config: how the server runs.
+        marker: by which the process is found again without its pid file; the folder by default.
 
     Raises:
         ServiceError: the program is missing, or the server did not answer in time.
@@ -102,16 +110,17 @@ def start_seaweedfs(directory: Path, config: SeaweedConfig | None = None) -> Sea
     directory = directory.absolute()
     (directory / "data").mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
+    marker = marker or str(directory)
     problem: str | None = "not started"
     with _start_lock(directory):
         state = _load_state(directory)
-        identity = find_process(directory / "weed.pid")
+        identity = find_process(directory / "weed.pid") or _find_unrecorded(directory, marker)
         for attempt in range(config.start_attempts + 1):
             if attempt > 0:
                 state = _with_free_ports(directory, state, fresh=attempt > 1)
-                identity = _launch(directory, state, config)
+                identity = _launch(directory, state, config, marker)
             if identity is not None:
-                problem = _wait_until_ready(identity, state, config)
+                problem = _wait_until_ready(identity, state, config) if state.ports else "its ports are not known"
                 if problem is None:
                     return _server(directory, state, config, identity)
                 stop_process(identity)
@@ -143,7 +152,15 @@ def stop_seaweedfs(directory: Path) -> bool:
     return identity is not None
 
 
-def _launch(directory: Path, state: SeaweedState, config: SeaweedConfig) -> ProcessIdentity:
+def _find_unrecorded(directory: Path, marker: str) -> ProcessIdentity | None:
+    """The server of a starter that was killed before it wrote the pid file; a second one would share its data."""
+    identity = find_marked_command(marker, lambda command: f"-dir={directory / 'data'}" in command)
+    if identity is not None:
+        write_pid_file(directory / "weed.pid", identity)
+    return identity
+
+
+def _launch(directory: Path, state: SeaweedState, config: SeaweedConfig, marker: str) -> ProcessIdentity:
     key = {"accessKey": state.access_key_id, "secretKey": state.secret_access_key}
     actions = ["Admin", "Read", "Write", "List", "Tagging"]
     write_private(
@@ -156,7 +173,12 @@ def _launch(directory: Path, state: SeaweedState, config: SeaweedConfig) -> Proc
         log=directory / "weed.log",
         folder=directory,
         # A bare environment: weed takes settings from WEED_*, S3_* and AWS_* variables and from files in HOME.
-        environment={"PATH": os.defpath, "HOME": str(directory), "TMPDIR": tempfile.gettempdir()},
+        environment={
+            "PATH": os.defpath,
+            "HOME": str(directory),
+            "TMPDIR": tempfile.gettempdir(),
+            MARKER: marker,
+        },
         attached=config.attached,
     )
     write_pid_file(directory / "weed.pid", identity)

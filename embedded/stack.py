@@ -18,7 +18,7 @@ from dflash.storage import S3Credentials
 from embedded.marked import find_marked, stop_all
 from embedded.prefect_server import temporary_prefect_server
 from embedded.prefect_settings import activate_settings, check_path
-from embedded.processes import find_free_ports
+from embedded.processes import find_free_ports, find_process
 from embedded.seaweedfs import find_seaweedfs, start_seaweedfs, stop_seaweedfs
 from embedded.stack_parts import (
     SERVER,
@@ -94,7 +94,7 @@ def up(project: Path, say: Say, deployments: Path = DEPLOYMENTS) -> StackStatus:
     check_path(folder.path)
     folder.create()
     with folder.locked(), ThreadPoolExecutor(1) as executor:
-        starting_store = executor.submit(start_seaweedfs, folder.s3)
+        starting_store = executor.submit(start_seaweedfs, folder.s3, marker=folder.marker)
         state = ensure_server(folder, folder.read() or StackState(prefect_port=find_free_ports(1)[0]))
         store = starting_store.result()
         say(f"object store    {store.endpoint_url}, bucket {store.bucket}")
@@ -132,12 +132,12 @@ def down(project: Path, say: Say) -> None:
         state = _read_or_none(folder)
         server = state.running(SERVER) if state else None
         # Workers and their flow runs first, while the server can still record how the runs ended.
-        others = [process for process in find_marked(folder.marker) if server is None or process.pid != server.pid]
-        stop_all(others, grace_s=10)
+        last = {part.pid for part in (server, find_process(folder.s3 / "weed.pid")) if part is not None}
+        stop_all([process for process in find_marked(folder.marker) if process.pid not in last], grace_s=10)
         if state is not None and server is not None:
             _crash_unfinished_runs(state)
-        stop_all(find_marked(folder.marker), grace_s=10)
         stop_seaweedfs(folder.s3)
+        stop_all(find_marked(folder.marker), grace_s=10)
         if state is not None:
             folder.write(state.model_copy(update={"processes": {}}))
     say(f"stopped the stack in {folder.project}; `dflash up` starts it again with the same data and ports")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -14,13 +13,12 @@ from typing import Any, Literal
 import psutil
 
 from dflash.errors import ServiceError
-from embedded.marked import find_marked
+from embedded.marked import find_marked_command
 from embedded.prefect_server import server_command, start_prefect_server, wait_for_prefect_server
 from embedded.processes import (
     ProcessIdentity,
     find_free_ports,
     find_process,
-    identify_process,
     is_port_free,
     start_process,
     stop_process,
@@ -153,11 +151,7 @@ def _find_part(folder: StackFolder, state: StackState, part: str, command: Seque
     process = state.running(part)
     if process is not None:
         return process
-    for candidate in find_marked(folder.marker):
-        with contextlib.suppress(psutil.Error):  # it may have ended meanwhile
-            if candidate.cmdline() == list(command):
-                return identify_process(candidate.pid)
-    return None
+    return find_marked_command(folder.marker, lambda found: found == list(command))
 
 
 def _stop_part(state: StackState, part: str) -> None:

@@ -18,6 +18,12 @@ from embedded.stack_state import StackFolder, StackState
 STEP = "done: "
 """Begins each line with which the set-up process tells of a finished step."""
 
+POOLS: dict[str, int | None] = {"cpu": None, "b200": 1}
+"""Work pools and how many flow runs each may run at a time: one training has the GPUs."""
+
+S3_BLOCK = "dflash-s3"
+ZOMBIE_AUTOMATION = "crash-flow-runs-without-heartbeat"
+
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _TIMEOUT_S = 240
 
@@ -84,9 +90,17 @@ def compute_digest(folder: StackFolder, deployments: Path) -> str:
 
 
 def is_set_up(state: StackState, deployments: Path) -> bool:
-    """Whether the server has every deployment: a person may have deleted one, or the database."""
-    names = sorted(read_entrypoints(deployments))
-    return bool(state.api.post("/deployments/count", {"deployments": {"name": {"any_": names}}}) == len(names))
+    """Whether the server has all that is applied: a person may have deleted some of it, or the database."""
+    wanted = {
+        "deployments": sorted(read_entrypoints(deployments)),
+        "work_pools": sorted(POOLS),
+        "block_documents": [S3_BLOCK],
+        "automations": [ZOMBIE_AUTOMATION],
+    }
+    return all(
+        state.api.post(f"/{kind}/count", {kind: {"name": {"any_": names}}}) == len(names)
+        for kind, names in wanted.items()
+    )
 
 
 def read_entrypoints(deployments: Path) -> dict[str, str]:

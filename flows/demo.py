@@ -17,12 +17,15 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from dflash.config import GateThresholds, TokenizeRun
+from dflash.config import GateThresholds, TokenizeOptions, TokenizeRun
 from dflash.data.dataset import DatasetRoot
 from dflash.data.inspect import load_sample, render_sample
+from dflash.data.plan import CODE_VERSION
+from dflash.data.shards import SCHEMA_VERSION
 from dflash.data.tokenizer import load_tokenizer
 from dflash.data.verify import verify_dataset
 from dflash.errors import DamagedDatasetError, ServiceError, UsageError
+from dflash.manifest import fingerprint_of, sha256_hex
 from dflash.storage import open_store
 from embedded.qwen_tokenizer import ensure_qwen36_tokenizer
 from embedded.smollm2 import ensure_smollm2_tokenizer
@@ -64,11 +67,12 @@ def run_demo(project: Path, console: Console) -> dict[str, Any]:
         activate(stack)
     with demo.step("tokenizer"):
         tokenizer = ensure_smollm2_tokenizer(project / ".dflash" / "models" / "smollm2-tokenizer")
+    parts = list_examples()
     with demo.step("completions to S3"):
-        source = put_examples(stack)
+        source = put_files(stack, "completions/examples", parts)
     run = TokenizeRun(
         source=source,
-        dataset=f"s3://{stack.bucket}/datasets/demo",
+        dataset=f"s3://{stack.bucket}/{inputs_prefix('datasets/demo', parts)}",
         tokenizer=str(tokenizer),
         files_per_shard=4,
         # The small target was capped at 128 new tokens, so the server cut many of its answers.
@@ -80,27 +84,46 @@ def run_demo(project: Path, console: Console) -> dict[str, Any]:
         root = DatasetRoot.open(run.dataset, stack.s3, project / ".dflash" / "cache")
         verify(root)
     show_sample(demo, root, str(tokenizer))
-    summary = result | {"report": save_report(demo, result, stack)}
+    page = save_report(demo, result, stack)
+    conversations = None
     if SHARED.is_dir():
         with demo.step("real conversations"):
-            summary["real_conversations"] = tokenize_conversations(demo, stack)
-    summary["seconds"] = demo.seconds
-    (project / ".dflash" / "demo.json").write_text(json.dumps(summary, indent=2) + "\n")
+            conversations = tokenize_conversations(demo, stack)
+    summary = summarize(demo, result, page, conversations)
+    write_summary(project, summary)
     say_where(demo, stack, summary)
     return summary
 
 
-def put_examples(stack: StackConnection) -> str:
-    """Put the example completions on the store, once; return their URI."""
-    parts = sorted(EXAMPLES.glob("part-*.jsonl"))
+def list_examples(folder: Path = EXAMPLES) -> list[Path]:
+    """The example completions, in order.
+
+    Raises:
+        UsageError: there is none, as outside a checkout.
+    """
+    parts = sorted(folder.glob("part-*.jsonl"))
     if not parts:
-        raise UsageError(f"{EXAMPLES} holds no part-*.jsonl: run the demo from a checkout of the repository.")
-    return put_files(stack, "completions/examples", parts)
+        raise UsageError(f"{folder} holds no part-*.jsonl: run the demo from a checkout of the repository.")
+    return parts
+
+
+def inputs_prefix(prefix: str, paths: list[Path]) -> str:
+    """A prefix of its own for what is made from these files by this code.
+
+    Objects and datasets are never overwritten: after a checkout that changed either, the old prefix would be refused.
+    """
+    decides = {
+        "files": [[path.name, sha256_hex(path.read_bytes())] for path in paths],
+        "options": TokenizeOptions().model_dump(mode="json"),
+        "code_version": CODE_VERSION,
+        "schema_version": SCHEMA_VERSION,
+    }
+    return f"{prefix}-{fingerprint_of(decides)[:12]}"
 
 
 def put_files(stack: StackConnection, prefix: str, paths: list[Path]) -> str:
-    """Put files under a prefix of the bucket; those that are there already stay."""
-    uri = f"s3://{stack.bucket}/{prefix}"
+    """Put files under their own prefix of the bucket; those that are there already stay. Return its URI."""
+    uri = f"s3://{stack.bucket}/{inputs_prefix(prefix, paths)}"
     store = open_store(uri, stack.s3)
     for path in paths:
         store.put_if_absent(path.name, path)
@@ -167,7 +190,7 @@ def tokenize_conversations(demo: Demo, stack: StackConnection) -> dict[str, Any]
     paths = sorted((SHARED / "reasoning_messages").glob("*.jsonl"))
     run = TokenizeRun(
         source=put_files(stack, "completions/conversations", paths),
-        dataset=f"s3://{stack.bucket}/datasets/conversations",
+        dataset=f"s3://{stack.bucket}/{inputs_prefix('datasets/conversations', paths)}",
         tokenizer=str(tokenizer),
         files_per_shard=1,
         # 3 of these 100 end in a server-side cut with an empty answer; small sets need looser shares.
@@ -175,6 +198,17 @@ def tokenize_conversations(demo: Demo, stack: StackConnection) -> dict[str, Any]
     )
     result = run_deployed(run)
     return {name: result[name] for name in ("rows", "tokens", "loss_tokens", "manifest", "rejected")}
+
+
+def summarize(demo: Demo, result: dict[str, Any], report: str, conversations: dict[str, Any] | None) -> dict[str, Any]:
+    """What `demo.json` holds: the flow's result, the page here, the second input's result, the seconds of each step."""
+    summary = result | {"report": report, "seconds": dict(demo.seconds)}
+    return summary if conversations is None else summary | {"real_conversations": conversations}
+
+
+def write_summary(project: Path, summary: dict[str, Any]) -> None:
+    """Write `.dflash/demo.json`."""
+    (project / ".dflash" / "demo.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
 def say_where(demo: Demo, stack: StackConnection, summary: dict[str, Any]) -> None:

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import signal
 import sqlite3
+import subprocess
 import sys
 import threading
+import time
 import tomllib
+import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -19,6 +24,8 @@ from embedded.prefect_api import LocalPrefectApi
 from embedded.prefect_server import template_path, temporary_prefect_server
 from embedded.prefect_settings import fixed_environment, process_environment, write_profile
 from embedded.processes import find_free_ports, start_process
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -45,7 +52,12 @@ def make_database(path: Path, *, num_flow_runs: int = 0, num_block_types: int = 
         database.commit()
 
 
-def test_temporary_server_serves_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_server_serves_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from prefect.logging.handlers import APILogHandler
+
+    handler = APILogHandler()
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     before = dict(os.environ)
     with temporary_prefect_server() as api:
@@ -59,9 +71,37 @@ def test_temporary_server_serves_and_leaves_nothing(monkeypatch: pytest.MonkeyPa
         assert api.get("/admin/settings")["server"]["analytics_enabled"] is False
         assert template_path().exists()
         assert template_path().stat().st_mode & 0o077 == 0
+        record = logging.makeLogRecord({"name": "prefect.flow_runs", "msg": "the last", "flow_run_id": uuid.uuid4()})
+        handler.emit(record)
+    capsys.readouterr()
+    handler.flush()  # what is still pending goes to a server that has ended
+    assert "Error logging to API" not in capsys.readouterr().err
     assert dict(os.environ) == before
     assert not process.is_running()
     assert not home.exists()
+
+
+def test_temporary_server_ends_with_a_killed_command_and_the_next_removes_its_folder(tmp_path: Path) -> None:
+    code = (
+        "import os, signal\n"
+        "from embedded import prefect_server\n"
+        "prefect_server.wait_for_prefect_server = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "with prefect_server.temporary_prefect_server():\n"
+        "    pass\n"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    killed = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=env, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (folder,) = tmp_path.glob(f"{prefect_server._FOLDER_PREFIX}*")
+    deadline = time.monotonic() + 10
+    while find_marked(str(folder)):
+        assert time.monotonic() < deadline, "the server lives on"
+        time.sleep(0.05)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(tmp_path))
+        with prefect_server._temporary_folder() as first, prefect_server._temporary_folder() as second:
+            assert sorted(tmp_path.iterdir()) == sorted([first, second])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_template_is_copied_without_what_belongs_to_one_server(tmp_path: Path, cache: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from dflash.errors import ServiceError
 from dflash.storage import open_store
+from embedded.marked import find_marked
 from embedded.processes import identify_process
 from embedded.seaweedfs import SeaweedConfig, SeaweedServer, find_seaweedfs, start_seaweedfs, stop_seaweedfs
 
@@ -56,6 +57,16 @@ def test_it_listens_on_loopback_alone_and_keeps_its_secrets(server: SeaweedServe
 def test_a_second_start_attaches(server: SeaweedServer) -> None:
     again = start_seaweedfs(server.directory)
     assert again == find_seaweedfs(server.directory) == server
+
+
+def test_a_start_finds_the_server_of_a_starter_that_was_killed_before_it_wrote_the_pid_file(
+    server: SeaweedServer,
+) -> None:
+    assert [process.pid for process in find_marked(str(server.directory))] == [server.pid]
+    (server.directory / "weed.pid").unlink()
+    assert find_seaweedfs(server.directory) is None
+    assert start_seaweedfs(server.directory, SeaweedConfig(attached=True)) == server
+    assert find_seaweedfs(server.directory) == server
 
 
 def test_a_command_that_has_ended_leaves_it_to_the_next(tmp_path: Path) -> None:

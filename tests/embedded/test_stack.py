@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 from dflash.errors import ServiceError, UsageError
 from embedded import stack
 from embedded.marked import MARKER, find_marked
-from embedded.prefect_set_up import S3_BLOCK, ZOMBIE_AUTOMATION
 from embedded.processes import identify_process, start_process
+from embedded.stack_set_up import S3_BLOCK, ZOMBIE_AUTOMATION, is_set_up
 from embedded.stack_state import StackFolder, StackState
 from flows import cli_stack
 
@@ -128,10 +128,22 @@ def test_up_repairs_a_killed_part_and_touches_no_other(project: Path, deployment
     assert ports(project) == ports_before
 
 
+def test_up_makes_again_what_a_person_deleted(project: Path, deployments: Path) -> None:
+    state = read_state(project)
+    (block,) = state.api.post("/block_documents/filter", {"block_documents": {"name": {"any_": [S3_BLOCK]}}})
+    assert is_set_up(state, deployments)
+    for path in ("/work_pools/b200", f"/block_documents/{block['id']}"):
+        state.api._request("DELETE", path, None, 30)
+        assert not is_set_up(state, deployments)
+        assert stack.up(project, str, deployments).is_healthy
+        assert is_set_up(state, deployments)
+
+
 def test_up_finds_parts_again_whose_record_was_lost(project: Path, deployments: Path) -> None:
     before = pids(project)
     folder = StackFolder(project)
     folder.write(read_state(project).model_copy(update={"processes": {}}))
+    (folder.s3 / "weed.pid").unlink()
     assert stack.up(project, str, deployments).is_healthy
     assert pids(project) == before
 
