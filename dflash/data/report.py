@@ -146,6 +146,8 @@ def _figure(name: str, picture: bytes, report: QualityReport) -> str:
 
 
 def _counted(finding: Finding) -> str:
+    if finding.unit == "files":
+        return "files"
     return "records" if finding.rule == "empty" or finding.rule.startswith("rejected") else "rows"
 
 

@@ -15,6 +15,7 @@ from dflash.config import GateThresholds
 from dflash.data.quality import assess
 from dflash.data.quality_report import Baseline, QualityReport
 from dflash.data.report import render_html, render_markdown, render_pictures
+from dflash.data.rows import RowFlag
 from dflash.data.shards import INDEX_SCHEMA
 
 HOSTILE = '"><script>alert(1)</script>|`x` [a](javascript:b) \x1b[2J</code>\n# title'
@@ -32,7 +33,7 @@ def make_report(*, lost: int = 0, hostile: str = "", rows: int = 200) -> Quality
         "num_loss_tokens": loss,
         "output_tokens": output,
         "finish_reason": ["stop"] * rows,
-        "flags": np.zeros(rows, np.uint16),
+        "flags": np.where(loss == output, 0, RowFlag.OUTPUT_MISMATCH).astype(np.uint16),
         "script": ["latin"] * rows,
     }
     table = pa.Table.from_arrays([pa.array(values[f.name], f.type) for f in INDEX_SCHEMA], schema=INDEX_SCHEMA)
@@ -68,7 +69,7 @@ class Page(HTMLParser):
 def test_a_failed_page_says_at_the_top_why() -> None:
     page = Page(render_html(make_report(lost=174), "refused: s3://bucket/batch"))
     head = page.text.partition("allowed")[0]
-    assert "Stopped by 6 of 16 rules" in head
+    assert "Stopped by 6 of 17 rules" in head
     assert "same number of loss tokens (most often 6): 87.00 %" in head
     assert "id" not in page.sources
     assert "Look at" in page.text
@@ -128,13 +129,13 @@ def test_hostile_text_in_markdown_stays_text() -> None:
     assert not re.search(r"(?<!\\)\]\(javascript", text)
     assert not re.search(r"^# title", text, re.MULTILINE)
     rules = [line for line in text.splitlines() if line.startswith(("| ✅", "| ❌"))]
-    assert len(rules) == 16
+    assert len(rules) == 17
     assert all(len(re.findall(r"(?<!\\)\|", line)) == 6 for line in rules)
 
 
 def test_markdown_has_verdict_findings_and_pictures() -> None:
     text = render_markdown(make_report(lost=174))
-    assert text.startswith("# ❌ Stopped by 6 of 16 rules")
+    assert text.startswith("# ❌ Stopped by 6 of 17 rules")
     assert "`0`" in text
     pictures = re.findall(r"!\[(\w+)\]\(data:image/png;base64,([^)]+)\)", text)
     assert [name for name, _ in pictures] == ["loss_tokens", "ratio", "lengths"]
