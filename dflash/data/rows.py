@@ -18,7 +18,7 @@ class RowFlag(enum.IntFlag):
     WINDOW_CUT = 4  # cut at max_seq_len
     SAMPLED_IDS = 8  # the record carried the sampled ids
     UNDECODABLE = 16  # the loss tokens don't decode to valid text
-    OUTPUT_MISMATCH = 32  # the last response, before the window's cut, differs in length from the record's output_tokens
+    OUTPUT_MISMATCH = 32  # the last response, before the cut, has another length than the record's output_tokens
     VERBATIM_WHITESPACE = 64  # output_tokens fits the untrimmed text: the template trimmed sampled whitespace
 
 
