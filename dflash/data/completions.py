@@ -8,17 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from dflash.data.lines import Line, ReadLimits, iter_lines
 from dflash.data.messages import normalise_message
-from dflash.data.records import Completion, Reason, Reject, bad_field, shown
+from dflash.data.records import Completion, FinishReason, Reason, Reject, bad_field, shown
 from dflash.data.strict_json import check_finite, check_value, parse_json
 from dflash.errors import ObjectNotFoundError, RecordError
 
 __all__ = ["Completion", "ReadLimits", "Reason", "Reject", "normalise_record", "read_completions"]
 
-FINISH_REASONS = {"eos": "stop", "eos_token": "stop", "max_tokens": "length"}
+# What OpenAI's API, SGLang, vLLM, Text Generation Inference and Anthropic's API say, in lower case.
+FINISH_REASONS: Final[Mapping[str, FinishReason]] = {
+    **dict.fromkeys(("stop", "stop_sequence", "eos", "eos_token", "end_turn"), "stop"),
+    **dict.fromkeys(("tool_calls", "function_call", "tool_use"), "tool_calls"),
+    **dict.fromkeys(("length", "max_tokens", "max_output_tokens", "model_context_window_exceeded"), "length"),
+    **dict.fromkeys(("pause_turn", "repetition"), "length"),  # the server stopped sampling inside the turn
+}
+ABORTED: Final = frozenset({"abort", "aborted", "error", "cancelled", "content_filter", "refusal"})
 DEFAULT_LIMITS = ReadLimits()
 _MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
 _BOM = b"\xef\xbb\xbf"
@@ -93,15 +100,15 @@ def _read_line(line: Line, file: str) -> Completion | Reject | None:
 def _complete(record: dict[str, Any], file: str, line: int, byte_offset: int) -> Completion:
     kwargs = _object(record, "chat_template_kwargs")
     messages = _messages(record, thinking_off=kwargs.get("enable_thinking") is False)
+    finish_reason = _finish_reason(record)
     output_token_ids = _token_ids(record, "output_token_ids")
     if not output_token_ids:
         _check_not_empty(messages[-1])
-    finish_reason = _text(record, "finish_reason")
     return Completion(
         id=_id(record),
         messages=messages,
         tools=_tools(record),
-        finish_reason=FINISH_REASONS.get(finish_reason, finish_reason) if finish_reason else None,
+        finish_reason=finish_reason,
         output_tokens=_count(record, "output_tokens"),
         chat_template_kwargs=kwargs,
         prompt_token_ids=_token_ids(record, "prompt_token_ids"),
@@ -134,6 +141,23 @@ def _messages(record: dict[str, Any], *, thinking_off: bool) -> list[dict[str, A
             f"expected the assistant's message last, found {found}: nothing was sampled. Leave the record out.",
         )
     return result
+
+
+def _finish_reason(record: dict[str, Any]) -> FinishReason | None:
+    """One of three meanings; a spelling that isn't known is never guessed, as it decides the end-of-turn token."""
+    given = _text(record, "finish_reason")
+    if given is None:
+        return None
+    spelling = given.casefold()
+    if spelling in ABORTED:
+        raise RecordError(
+            Reason.ABORTED_RESPONSE,
+            f"expected a response that the target ended or a limit cut, found finish_reason {shown(given)}: the server "
+            "broke it off. Sample it again, or leave the record out.",
+        )
+    if spelling not in FINISH_REASONS:
+        raise bad_field("finish_reason", f"one of {', '.join(sorted({*FINISH_REASONS, *ABORTED}))}", given)
+    return FINISH_REASONS[spelling]
 
 
 def _check_not_empty(response: dict[str, Any]) -> None:

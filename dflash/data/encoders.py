@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +25,10 @@ Ids = npt.NDArray[np.int32]
 Offsets = npt.NDArray[np.int64]
 
 PROOF_SAMPLE_CHARACTERS = 100_000  # of the batch; the reference takes about 0.15 s for them
+
+# Whether control tokens are recognised is a setting of a backend, which any number of encoders share. One lock for all
+# backends costs nothing: the reference uses all cores for a batch, and a process encodes with one tokenizer.
+_setting_lock = threading.Lock()
 
 
 class Encoder(Protocol):
@@ -49,17 +54,24 @@ class Encoder(Protocol):
 
 
 class HuggingFaceEncoder:
-    """The reference: Hugging Face `tokenizers`."""
+    """The reference: Hugging Face `tokenizers`.
+
+    Any threads may use encoders of the same backend; a thread that calls the backend itself meanwhile may get ids
+    without control tokens.
+    """
 
     name = "huggingface"
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
-        self._lock = threading.Lock()  # whether control tokens are recognised is a setting of the shared backend
 
     def encode_batch_flat(self, texts: Sequence[str], *, allow_special: bool) -> tuple[Ids, Offsets]:
-        """See `Encoder`."""
-        with self._lock:
+        """See `Encoder`.
+
+        Raises:
+            TokenizerError: the package failed on a text.
+        """
+        with _setting_lock, rust_panics_as_errors("tokenizers"):
             before = self._backend.encode_special_tokens
             self._backend.encode_special_tokens = not allow_special
             try:
@@ -87,15 +99,17 @@ class FastokensEncoder:
         Raises:
             ImportError: the package isn't installed.
             ValueError: it doesn't support this tokenizer.
+            TokenizerError: it failed on this tokenizer.
         """
         self._reference = HuggingFaceEncoder(backend)
-        self._fast: Any = importlib.import_module("fastokens").Tokenizer.from_json_str(backend.to_str())
+        with rust_panics_as_errors("fastokens"):
+            self._fast: Any = importlib.import_module("fastokens").Tokenizer.from_json_str(backend.to_str())
 
     def encode_batch_flat(self, texts: Sequence[str], *, allow_special: bool) -> tuple[Ids, Offsets]:
         """See `Encoder`.
 
         Raises:
-            TokenizerError: the reference gives other ids.
+            TokenizerError: the reference gives other ids, or the package failed on a text.
         """
         ids, offsets = self.encode_unchecked(texts, allow_special=allow_special)
         if len(texts):
@@ -111,7 +125,8 @@ class FastokensEncoder:
 
     def encode_unchecked(self, texts: Sequence[str], *, allow_special: bool) -> tuple[Ids, Offsets]:
         """As `encode_batch_flat`, without asking the reference."""
-        ids, offsets = self._fast.encode_batch_flat(list(texts), False, not allow_special)
+        with rust_panics_as_errors("fastokens"):
+            ids, offsets = self._fast.encode_batch_flat(list(texts), False, not allow_special)
         return np.frombuffer(ids, "<u4").astype(np.int32), np.frombuffer(offsets, "<u8").astype(np.int64)
 
 
@@ -143,7 +158,10 @@ def choose_encoder(backend: Tokenizer, sample: Sequence[str] = ()) -> EncoderCho
     except Exception as error:  # noqa: BLE001 (what it raises for a tokenizer it can't build is not documented)
         return EncoderChoice(reference, f"fastokens doesn't support this tokenizer: {type(error).__name__}: {error}")
     texts = [*TEXT_PROBES, *added_token_probes(added_texts(backend)), *_head(sample)]
-    difference = find_difference(reference, fast, texts)
+    try:
+        difference = find_difference(reference, fast, texts)
+    except Exception as error:  # noqa: BLE001 (as above; a text that the reference fails on stops the run later)
+        return EncoderChoice(reference, f"fastokens can't encode: {type(error).__name__}: {error}")
     if difference is not None:
         return EncoderChoice(reference, f"fastokens gives other ids: {difference}")
     return EncoderChoice(fast, f"fastokens gives the same ids on {len(texts)} texts")
@@ -165,6 +183,27 @@ def find_difference(reference: Encoder, fast: FastokensEncoder, texts: Sequence[
                     f"expected {wanted[:12]}, found {got[:12]}"
                 )
     return None
+
+
+@contextmanager
+def rust_panics_as_errors(package: str) -> Iterator[None]:
+    """Turn a panic of a package written in Rust into an error.
+
+    Panics arrive as `pyo3_runtime.PanicException`, which no module exports and which is no `Exception`: it passes all
+    handlers, and it can't be sent back from a worker process.
+
+    Raises:
+        TokenizerError: the package panicked.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if f"{type(error).__module__}.{type(error).__qualname__}" != "pyo3_runtime.PanicException":
+            raise
+        raise TokenizerError(
+            f"The package {package} failed in its own code: {error}. Expected ids or an error, found a panic. Check "
+            f"tokenizer.json and the input, or install another version of {package}."
+        ) from None
 
 
 def added_texts(backend: Tokenizer) -> list[str]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import reprlib
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from dflash.errors import RecordError
+
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Reason(StrEnum):
     """Why a record, or the rest of a file, was rejected; the codes that reports count.
 
-    Reading raises the codes up to `EMPTY_RESPONSE`; the last three come from rendering and tokenizing.
+    Reading raises the codes up to `ABORTED_RESPONSE`; the others come from rendering and tokenizing.
     """
 
     # The file: one reject a file, for all that lies behind the given position.
@@ -61,6 +63,8 @@ class Reason(StrEnum):
     """The last message isn't from the assistant: there is nothing that the target sampled."""
     EMPTY_RESPONSE = "empty_response"
     """The last message has no text, no trace, no tool call, and the record no sampled ids."""
+    ABORTED_RESPONSE = "aborted_response"
+    """The server broke the response off, by an error, a cancelled request or a filter: it isn't the target's own."""
 
     # Rendering and tokenizing.
     TEMPLATE_ERROR = "template_error"
@@ -84,7 +88,8 @@ class Completion:
             alone; the key is missing when the record has no trace, and empty when it says that the trace is empty.
             `tool_calls[i]` is `{"id"?, "type", "function": {"name", "arguments"}}` with the arguments as a dict.
         tools: tool schemas, exactly as in the record.
-        finish_reason: `stop`, `length`, `tool_calls`, or whatever else the server said.
+        finish_reason: after `stop` and `tool_calls` the end-of-turn token was sampled, after `length` it wasn't; None
+            where the record doesn't say.
         output_tokens: tokens that the target sampled, as the server counted them.
         chat_template_kwargs: what the request gave the template, such as `enable_thinking`.
         prompt_token_ids: ids that the server prefilled.
@@ -99,7 +104,7 @@ class Completion:
     id: str | None
     messages: list[dict[str, Any]]
     tools: list[Any] | None
-    finish_reason: str | None
+    finish_reason: FinishReason | None
     output_tokens: int | None
     chat_template_kwargs: dict[str, Any]
     prompt_token_ids: list[int] | None

@@ -17,9 +17,6 @@ from dflash.errors import RecordError
 if TYPE_CHECKING:
     from dflash.data.tokenizer import TargetTokenizer
 
-# Finish reasons after which the end-of-turn token was sampled. A record that doesn't say counts as ended.
-ENDED = frozenset({None, "", "stop", "tool_calls", "function_call", "eos", "end_turn"})
-
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -68,23 +65,24 @@ def plan_row(completion: Completion, tokenizer: TargetTokenizer, options: Tokeni
     Raises:
         RecordError: the record can't be used.
     """
-    message = _response_message(completion)
+    message: Mapping[str, Any] = completion.messages[-1]
+    ended = completion.finish_reason != "length"  # a record that doesn't say counts as ended
     segments: tuple[Segment, ...]
     verbatim = None
     if completion.output_token_ids:
-        check_ids("output_token_ids", completion.output_token_ids, tokenizer.vocab_size)
+        check_ids("output_token_ids", completion.output_token_ids, tokenizer.known_ids)
         flags = RowFlag.SAMPLED_IDS | check_sampled_text(completion, tokenizer)
         prompt = _prompt_segments(completion, tokenizer, options)
         segments = (*prompt, Segment("", is_loss=True, ids=completion.output_token_ids))
     else:
         flags = RowFlag(0)
         conversation = _conversation(completion, tokenizer)
-        turn = conversation.turn(len(completion.messages) - 1, ended=completion.finish_reason in ENDED)
+        turn = conversation.turn(len(completion.messages) - 1, ended=ended)
         prompt = _prompt_segments(completion, tokenizer, options, turn)
         segments = (*prompt, *_response_segments(turn))
         message = turn.message
         verbatim = _verbatim(turn)
-    if completion.finish_reason not in ENDED:
+    if not ended:
         flags |= RowFlag.LENGTH_CUT
     if message.get("reasoning_content") and not (_text(message.get("content")).strip() or message.get("tool_calls")):
         flags |= RowFlag.THINKING_ONLY
@@ -92,23 +90,6 @@ def plan_row(completion: Completion, tokenizer: TargetTokenizer, options: Tokeni
         _require_unicode(segment.text)
     _require_room(segments[0], tokenizer, options)
     return RowPlan(segments, flags, _response_text(message), verbatim)
-
-
-def _response_message(completion: Completion) -> Mapping[str, Any]:
-    messages = completion.messages
-    if not messages or messages[-1].get("role") != "assistant":
-        found = f"role {messages[-1].get('role')!r}" if messages else "no messages"
-        raise RecordError(
-            Reason.NO_ASSISTANT_RESPONSE, f"expected the last message to be the assistant's, found {found}"
-        )
-    message = messages[-1]
-    if not completion.output_token_ids and not (_response_text(message).strip() or message.get("tool_calls")):
-        raise RecordError(
-            Reason.EMPTY_RESPONSE,
-            "expected text, a trace or a tool call in the last message, found none. Look for the trace in a field "
-            "that isn't known.",
-        )
-    return message
 
 
 def _conversation(completion: Completion, tokenizer: TargetTokenizer) -> Conversation:
@@ -123,7 +104,7 @@ def _prompt_segments(
 ) -> list[Segment]:
     """Everything before the last response: one segment, or more where earlier turns are inside the loss."""
     if completion.prompt_token_ids:
-        check_ids("prompt_token_ids", completion.prompt_token_ids, tokenizer.vocab_size)
+        check_ids("prompt_token_ids", completion.prompt_token_ids, tokenizer.known_ids)
         return [Segment("", is_loss=False, ids=completion.prompt_token_ids)]
     conversation = _conversation(completion, tokenizer)
     prompt = turn.prompt if turn else conversation.prompt(len(completion.messages) - 1)

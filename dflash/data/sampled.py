@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from dflash.data.records import Completion, Reason, bad_field
@@ -15,17 +15,20 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"  # what servers print for bytes that aren't a whole character yet
 
 
-def check_ids(where: str, ids: Sequence[int], vocab_size: int) -> None:
+def check_ids(where: str, ids: Sequence[int], known: Collection[int]) -> None:
     """Refuse ids that aren't integers of the vocabulary.
+
+    Args:
+        where: for the message.
+        ids: not empty.
+        known: the vocabulary's ids, maybe with gaps.
 
     Raises:
         RecordError: `bad_field`.
     """
-    expected = f"token ids from 0 to {vocab_size - 1} of the target's vocabulary"
-    if set(map(type, ids)) != {int}:
-        raise bad_field(where, expected, next(item for item in ids if type(item) is not int))
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        raise bad_field(where, expected, min(ids) if min(ids) < 0 else max(ids))
+    wrong = [item for item in ids if type(item) is not int] or [item for item in set(ids) if item not in known]
+    if wrong:
+        raise bad_field(where, f"token ids of the target's vocabulary, {len(known)} from 0 to {max(known)}", wrong[0])
 
 
 def check_sampled_text(completion: Completion, tokenizer: TargetTokenizer) -> RowFlag:

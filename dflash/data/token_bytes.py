@@ -30,10 +30,10 @@ class TokenBytes:
         )
 
     def decode(self, ids: Sequence[int]) -> bytes:
-        """Bytes that `ids`, all inside the vocabulary, stand for; not always valid UTF-8."""
+        """Bytes that `ids` stand for, not always valid UTF-8; an id without a token stands for nothing."""
         if not self._is_byte_level:
             return self._backend.decode(ids, skip_special_tokens=False).encode()
-        return b"".join(map(self._table.__getitem__, ids))
+        return b"".join([self._table.get(number, b"") for number in ids])
 
     def normalised_size(self, text: str) -> int:
         """Bytes of `text` as the model of the tokenizer sees it."""

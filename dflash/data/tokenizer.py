@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,14 +15,16 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
-from dflash.data.chat import ChatTemplate
+from dflash.data.chat import FIXED_CLOCK, ChatTemplate
 from dflash.data.control_tokens import ControlTokens
 from dflash.data.encoder_probes import TEXT_PROBES
-from dflash.data.encoders import EncoderChoice, choose_encoder
+from dflash.data.encoders import EncoderChoice, choose_encoder, rust_panics_as_errors
 from dflash.data.token_bytes import TokenBytes
 from dflash.errors import TokenizerError
 
 TOKENIZER_FILE = "tokenizer.json"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,16 @@ class TargetTokenizer:
         return frozenset(self.controls.ids.values())
 
     @cached_property
+    def known_ids(self) -> range | frozenset[int]:
+        """Ids that are a token's; a vocabulary may have gaps."""
+        ids = frozenset(self.backend.get_vocab(with_added_tokens=True).values())
+        largest = max(ids, default=-1)
+        return range(largest + 1) if len(ids) == largest + 1 else ids
+
+    @cached_property
     def vocab_size(self) -> int:
         """Largest id plus one; the embedding may have more rows."""
-        return max(self.backend.get_vocab_size(with_added_tokens=True), max(self._added, default=-1) + 1)
+        return max(self.known_ids, default=-1) + 1
 
     @cached_property
     def lead(self) -> tuple[int, ...]:
@@ -109,31 +119,42 @@ class TargetTokenizer:
         return dict(self.backend.get_added_tokens_decoder())
 
 
-def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False) -> TargetTokenizer:
+def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False, probe: bool = True) -> TargetTokenizer:
     """Load a tokenizer from a folder or, by id, from the Hugging Face hub or its cache.
 
     Args:
         name_or_path: folder or id.
         trust_remote_code: passed to transformers; a fast tokenizer needs no code of its own.
+        probe: whether to prove that the tokenizer gives the ids of its tokenizer.json, which parses that file a second
+            time, and to warn of a template that reads the clock. False only where the process that started this one
+            has loaded the same files with the proof.
 
     Raises:
-        TokenizerError: it isn't there, isn't a fast tokenizer, has no chat template, or gives other ids than its own
-            tokenizer.json.
+        TokenizerError: it isn't there, isn't a fast tokenizer, has no chat template, or (with `probe`) gives other ids
+            than its own tokenizer.json.
     """
     name = str(name_or_path)
     definition = _find_definition(name)
     try:
-        loaded = PreTrainedTokenizerFast.from_pretrained(name, trust_remote_code=trust_remote_code)
-        raw = Tokenizer.from_file(str(definition))
+        with rust_panics_as_errors("tokenizers"):
+            loaded = PreTrainedTokenizerFast.from_pretrained(name, trust_remote_code=trust_remote_code)
+            raw = Tokenizer.from_file(str(definition)) if probe else None
     except Exception as error:  # the tokenizers package raises plain Exception for a damaged file
         raise TokenizerError(
             f"The tokenizer {name} can't be loaded: {type(error).__name__}: {error}. "
             f"Check {TOKENIZER_FILE} and tokenizer_config.json there."
         ) from error
-    raw.no_truncation()
-    raw.no_padding()
     target = adapt_tokenizer(loaded, definition=definition)
-    _require_same_ids(name, raw, target.backend)
+    if raw is not None:
+        _cover_whole_texts(raw)
+        _require_same_ids(name, raw, target.backend)
+        if target.template.reads_clock:
+            log.warning(
+                "the chat template of %s may put today's date into prompts: here the clock stands at %s. Give the date "
+                "of sampling in chat_template_kwargs, or prompt_token_ids, where the server rendered another",
+                name,
+                f"{FIXED_CLOCK:%Y-%m-%d}",
+            )
     return target
 
 
@@ -150,10 +171,17 @@ def adapt_tokenizer(tokenizer: PreTrainedTokenizerBase, *, definition: Path | No
             f"The tokenizer {name or type(tokenizer).__name__} isn't a fast one: expected one with a {TOKENIZER_FILE}, "
             f"found {type(tokenizer).__name__}. Convert it with transformers and save it."
         )
-    backend.no_truncation()
-    backend.no_padding()
+    _cover_whole_texts(backend)
     special = {key: str(text) for key, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
     return TargetTokenizer(name, backend, _template(name, tokenizer.chat_template, special), special, definition)
+
+
+def _cover_whole_texts(backend: Tokenizer) -> None:
+    """Switch off truncation and padding, where they are on: another thread may be encoding with the same backend."""
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
 
 
 def _template(name: str, chat_template: Any, special: Mapping[str, str]) -> ChatTemplate:

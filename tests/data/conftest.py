@@ -59,6 +59,17 @@ def sentencepiece_like() -> TargetTokenizer:
 
 
 @pytest.fixture(scope="session")
+def gapped() -> TargetTokenizer:
+    """A byte-level vocabulary of the ids 0, 1 and 5."""
+    backend = Tokenizer(models.WordLevel({"q": 0, "yes": 1}, unk_token="q"))
+    backend = Tokenizer.from_str(backend.to_str().replace('"yes":1', '"yes":1,"!":5'))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="!")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}!{% endfor %}"
+    return adapt_tokenizer(tokenizer)
+
+
+@pytest.fixture(scope="session")
 def chatml(smollm2_tokenizer_dir: Path) -> TargetTokenizer:
     """SmolLM2's vocabulary with a ChatML template that reads the trace."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(smollm2_tokenizer_dir)

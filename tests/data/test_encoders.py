@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import sys
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -22,6 +26,7 @@ from dflash.data.encoders import (
     added_texts,
     choose_encoder,
     find_difference,
+    rust_panics_as_errors,
 )
 from dflash.data.tokenizer import TargetTokenizer
 from dflash.errors import TokenizerError
@@ -95,6 +100,63 @@ def test_reference_is_chosen_where_the_package_is_missing(
     monkeypatch.setitem(sys.modules, "fastokens", None)
     choice = choose_encoder(smollm2.backend)
     assert (choice.name, choice.reason) == ("huggingface", "fastokens is not installed")
+
+
+def _panic(*_: object) -> NoReturn:
+    """Fail as a Rust extension does; no input is known on which one of these packages panics."""
+    raise type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})("index out of bounds")
+
+
+@pytest.mark.parametrize("method", ["from_json_str", "encode_batch_flat"])
+def test_reference_is_chosen_where_the_package_panics(
+    smollm2: TargetTokenizer, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    package = SimpleNamespace(from_json_str=lambda _: SimpleNamespace(encode_batch_flat=_panic))
+    setattr(package, method, _panic)
+    monkeypatch.setitem(sys.modules, "fastokens", SimpleNamespace(Tokenizer=package))
+    choice = choose_encoder(smollm2.backend)
+    assert choice.name == "huggingface"
+    assert "failed in its own code: index out of bounds" in choice.reason
+
+
+def test_panic_while_running_is_an_error(fast: FastokensEncoder) -> None:
+    encoder = copy.copy(fast)
+    encoder._fast = SimpleNamespace(encode_batch_flat=_panic)
+    with pytest.raises(TokenizerError, match="fastokens failed in its own code"):
+        encoder.encode_batch_flat(["a"], allow_special=True)
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+def test_interruptions_pass(interruption: type[BaseException]) -> None:
+    with pytest.raises(interruption), rust_panics_as_errors("fastokens"):
+        raise interruption
+
+
+def test_threads_with_encoders_of_their_own_share_the_setting_of_a_backend(smollm2: TargetTokenizer) -> None:
+    """While one thread encodes with control tokens, another would switch them off."""
+
+    class Slow:
+        """The backend; it encodes when another thread has had its chance to change the setting."""
+
+        encode_special_tokens = False
+
+        def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> Any:
+            time.sleep(0.2)
+            smollm2.backend.encode_special_tokens = self.encode_special_tokens
+            return smollm2.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+    backend: Any = Slow()
+
+    def encode(*, allow_special: bool) -> int:
+        ids, _ = HuggingFaceEncoder(backend).encode_batch_flat([CONTROL], allow_special=allow_special)
+        return len(ids)
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(encode, allow_special=True)
+        second = threads.submit(encode, allow_special=False)
+        assert first.result() == 1
+        assert second.result() > 1
+    smollm2.backend.encode_special_tokens = False
 
 
 def test_reference_is_chosen_for_a_tokenizer_that_the_package_does_not_support() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,13 @@ from dflash.data.tokenize import tokenize_batch, tokenize_completion
 from dflash.data.tokenizer import TargetTokenizer
 
 LONGEST = TokenizeOptions(max_seq_len=1_048_576)
-EXAMPLES_CHECKED = 300
 
 
-def _read(folder: Path, pattern: str = "*.jsonl", limit: int | None = None) -> list[Completion]:
+def _read(folder: Path, pattern: str = "*.jsonl") -> list[Completion]:
     entries = itertools.chain.from_iterable(
         read_completions(path, file=path.name) for path in sorted(folder.glob(pattern))
     )
-    completions = [entry for entry in entries if isinstance(entry, Completion)]
-    return completions[:: max(len(completions) // limit, 1)] if limit else completions
+    return [entry for entry in entries if isinstance(entry, Completion)]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def conversations(shared_data: Path) -> list[Completion]:
 
 @pytest.fixture(scope="module")
 def examples(example_completions: Path) -> list[Completion]:
-    found = _read(example_completions, "part-*.jsonl*", EXAMPLES_CHECKED) if example_completions.is_dir() else []
+    found = _read(example_completions, "part-*.jsonl*") if example_completions.is_dir() else []
     if not found:
         pytest.skip("the example completions are not in this checkout yet")
     return found
@@ -59,8 +58,13 @@ def test_qwen36_on_real_conversations(conversations: list[Completion], qwen36: T
     _assert_paths_agree(conversations, qwen36)
 
 
-def test_smollm2_on_the_examples(examples: list[Completion], smollm2: TargetTokenizer) -> None:
-    _assert_paths_agree(examples, smollm2)
+def test_smollm2_on_all_examples(examples: list[Completion], smollm2: TargetTokenizer) -> None:
+    """With the ids that were sampled, and, where only the texts are there, with encoded ones."""
+    assert len(examples) > 1000
+    for start in range(0, len(examples), 300):
+        batch = examples[start : start + 300]
+        _assert_paths_agree(batch, smollm2)
+        _assert_paths_agree([replace(one, prompt_token_ids=None, output_token_ids=None) for one in batch], smollm2)
 
 
 def test_qwen36_ids_are_those_of_apply_chat_template(

@@ -250,15 +250,37 @@ def test_other_fields() -> None:
     empty = normalise({"content": "a"}, id="", finish_reason="", source="", tools=[], chat_template_kwargs=None)
     assert (empty.id, empty.finish_reason, empty.source, empty.tools) == (None, None, None, None)
     assert empty.chat_template_kwargs == {}
-    spellings = {
-        "eos": "stop",
-        "max_tokens": "length",
-        "length": "length",
-        "tool_calls": "tool_calls",
-        "abort": "abort",
-    }
-    for spelling, meaning in spellings.items():
+
+
+@pytest.mark.parametrize(
+    ("meaning", "spellings"),
+    [
+        ("stop", ["stop", "STOP", "stop_sequence", "eos", "eos_token", "end_turn"]),
+        ("length", ["length", "LENGTH", "max_tokens", "max_output_tokens", "model_context_window_exceeded"]),
+        ("length", ["pause_turn", "repetition"]),
+        ("tool_calls", ["tool_calls", "function_call", "tool_use", "Tool_Calls"]),
+    ],
+)
+def test_finish_reasons_of_all_servers_have_one_of_three_meanings(meaning: str, spellings: list[str]) -> None:
+    for spelling in spellings:
         assert normalise({"content": "a"}, finish_reason=spelling).finish_reason == meaning
+
+
+@pytest.mark.parametrize("spelling", ["abort", "Abort", "error", "cancelled", "content_filter", "refusal"])
+def test_aborted_responses_are_not_used(spelling: str) -> None:
+    for content in ("half an ans", ""):  # the reason is more telling than that nothing came
+        code, message = reason(
+            {"messages": [USER, {"role": "assistant", "content": content}], "finish_reason": spelling}
+        )
+        assert code == Reason.ABORTED_RESPONSE
+        assert repr(spelling) in message
+
+
+@pytest.mark.parametrize("spelling", ["matched", "stop ", "null", "x" * 1000])
+def test_a_finish_reason_is_never_guessed(spelling: str) -> None:
+    code, message = reason({"messages": [USER, {"role": "assistant", "content": "a"}], "finish_reason": spelling})
+    assert code == Reason.BAD_FIELD
+    assert "finish_reason: expected one of abort, aborted, cancelled, content_filter, end_turn, eos" in message
 
 
 @pytest.mark.parametrize(

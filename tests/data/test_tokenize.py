@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -194,9 +195,21 @@ def test_ids_outside_the_vocabulary_are_refused(smollm2: TargetTokenizer, field:
 
 @pytest.mark.parametrize("ids", [[1, -1], [1, 10], [1, 10**30], [1, True], [1, 2.0], [1, None]])
 def test_only_integers_of_the_vocabulary_are_ids(ids: list[Any]) -> None:
-    check_ids("ids", [0, 9], 10)
-    with pytest.raises(RecordError, match="bad_field: ids: expected token ids from 0 to 9"):
-        check_ids("ids", ids, 10)
+    check_ids("ids", [0, 9], range(10))
+    with pytest.raises(
+        RecordError, match="bad_field: ids: expected token ids of the target's vocabulary, 10 from 0 to 9"
+    ):
+        check_ids("ids", ids, range(10))
+
+
+@pytest.mark.parametrize("field", ["output_token_ids", "prompt_token_ids"])
+def test_ids_in_a_gap_of_the_vocabulary_are_refused(gapped: TargetTokenizer, field: str) -> None:
+    record = _record("yes", **{"output_token_ids": [1, 5], field: [1, 3, 5]})
+    rejects = _batch(record, gapped).rejects
+    assert [(reject.reason, field in reject.message, "found int 3" in reject.message) for reject in rejects] == [
+        ("bad_field", True, True)
+    ]
+    assert _batch(_record("yes", output_token_ids=[1, 5]), gapped).rejects == []
 
 
 def test_sampled_ids_need_no_render_of_the_response(smollm2: TargetTokenizer) -> None:
@@ -297,10 +310,10 @@ HOSTILE_MESSAGES = st.fixed_dictionaries(
 def test_hostile_records_become_a_row_or_a_reject(
     smollm2: TargetTokenizer, chatml: TargetTokenizer, qwen36: TargetTokenizer, data: st.DataObject
 ) -> None:
-    answer = {"role": "assistant", "content": "ok then", "reasoning_content": data.draw(VALUES)}
+    last = HOSTILE_MESSAGES | st.just({"content": "ok then", "reasoning_content": data.draw(VALUES)})
     completion = Completion(
         id=None,
-        messages=[*data.draw(st.lists(HOSTILE_MESSAGES, max_size=3)), data.draw(HOSTILE_MESSAGES | st.just(answer))],
+        messages=[*data.draw(st.lists(HOSTILE_MESSAGES, max_size=3)), {**data.draw(last), "role": "assistant"}],
         tools=data.draw(st.none() | st.lists(VALUES, max_size=2)),
         finish_reason=data.draw(st.sampled_from([None, "stop", "length"])),
         output_tokens=data.draw(st.none() | st.integers(0, 10**12)),
@@ -327,6 +340,20 @@ def test_transformers_tokenizer_is_taken_as_it_is(
 ) -> None:
     record = _record("an answer")
     assert tokenize_completion(record, llama3_like_tokenizer) == tokenize_completion(record, llama3_like)
+
+
+def test_threads_share_a_transformers_tokenizer(llama3_like_tokenizer: PreTrainedTokenizerFast) -> None:
+    """An answer that spells control tokens is encoded with another setting of the backend than one that doesn't."""
+    plain, spelling = _record("yes. " * 300), _record("yes. " * 300 + "<|eot_id|> no")
+    expected = [tokenize_completion(record, llama3_like_tokenizer) for record in (plain, spelling)]
+
+    def run(index: int) -> bool:
+        records = [plain, spelling] * 15 if index % 2 else [spelling, plain] * 15
+        found = [tokenize_completion(record, llama3_like_tokenizer) for record in records]
+        return found == (expected * 15 if index % 2 else expected[::-1] * 15)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(run, range(4))) == [True] * 4
 
 
 def test_unusable_records_give_none(smollm2: TargetTokenizer) -> None:

@@ -131,6 +131,30 @@ def test_truncation_of_the_definition_is_off(folder: Path) -> None:
     assert len(load_tokenizer(folder).backend.encode("a b c d e f g").ids) == 7
 
 
+def test_a_vocabulary_with_gaps(gapped: TargetTokenizer, smollm2: TargetTokenizer) -> None:
+    assert (gapped.vocab_size, gapped.known_ids) == (6, {0, 1, 5})
+    assert gapped.token_bytes.decode([1, 3, 5, 9]) == b"yes!"
+    assert smollm2.known_ids == range(49152)
+
+
+def test_the_proof_can_be_left_to_the_process_that_made_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = PreTrainedTokenizerFast.from_pretrained(folder)
+    changed.backend_tokenizer.pre_tokenizer = None
+    monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", lambda *_, **__: changed)
+    assert load_tokenizer(folder, probe=False).backend.pre_tokenizer is None
+    with pytest.raises(TokenizerError, match="gives other ids than its tokenizer"):
+        load_tokenizer(folder)
+
+
+def test_a_template_that_reads_the_clock_is_warned_of_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}")
+    load_tokenizer(folder, probe=False)
+    assert caplog.messages == []
+    load_tokenizer(folder)
+    (message,) = caplog.messages
+    assert "the clock stands at 2025-01-01" in message
+
+
 def test_longest_token_bounds_bytes(qwen36: TargetTokenizer, smollm2: TargetTokenizer) -> None:
     assert qwen36.token_bytes.longest == 128
     for tokenizer in (qwen36, smollm2):
