@@ -202,7 +202,8 @@ def _pieces(sample: Sample, tokenizer: TargetTokenizer) -> Iterator[tuple[str, b
     A run is decoded as a whole, since a character may be spread over several tokens.
     """
     ids, mask = sample.input_ids, sample.loss_mask
-    unknown = (ids < 0) | (ids >= tokenizer.vocab_size)
+    known = tokenizer.known_ids
+    unknown = np.fromiter((number not in known for number in ids.tolist()), np.bool_, len(ids))
     control = np.isin(ids, np.fromiter(tokenizer.special_ids, np.int32)) & ~unknown
     kind = mask.astype(np.int8) + 2 * control + 4 * unknown
     bounds = [0, *(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(ids)]

@@ -135,7 +135,7 @@ def _start_worker(tokenizer: str, trust_remote_code: bool) -> None:
 
     # Read when the process first encodes. One process a core: more threads would only fight for the cores.
     os.environ |= {"RAYON_NUM_THREADS": "1", "FASTOKENS_BPE_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    _Worker.tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
+    _Worker.tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code, probe=False)
 
 
 def _run_in_worker(job: ShardJob) -> ShardReceipt:
