@@ -27,6 +27,7 @@ from embedded.stack_parts import (
     ensure_server,
     ensure_workers,
     look_at_parts,
+    stop_workers_without_pool,
     wait_for_server,
     wait_for_workers,
 )
@@ -102,6 +103,7 @@ def up(project: Path, say: Say, deployments: Path = DEPLOYMENTS) -> StackStatus:
         set_up = SetUp(folder, deployments) if state.set_up != digest else None
         state = wait_for_server(folder, state)
         say(f"Prefect server  {state.api.ui_url}")
+        stop_workers_without_pool(state)
         if set_up is None and not is_set_up(state, deployments):
             set_up = SetUp(folder, deployments)
         if set_up is not None:

@@ -102,6 +102,15 @@ def wait_for_server(folder: StackFolder, state: StackState) -> StackState:
     return state
 
 
+def stop_workers_without_pool(state: StackState) -> None:
+    """Stop each worker whose pool was deleted: it ends at its next call, though the pool be made again meanwhile."""
+    for pool, part in WORKERS.items():
+        if state.running(part) is not None:
+            named = {"work_pools": {"name": {"any_": [pool]}}}
+            if state.api.post("/work_pools/count", named) == 0:
+                _stop_part(state, part)
+
+
 def ensure_workers(folder: StackFolder, state: StackState) -> StackState:
     """Start each worker that doesn't run; doesn't wait for them."""
     for pool, part in WORKERS.items():

@@ -71,7 +71,8 @@ def test_temporary_server_serves_and_leaves_nothing(
         assert api.get("/admin/settings")["server"]["analytics_enabled"] is False
         assert template_path().exists()
         assert template_path().stat().st_mode & 0o077 == 0
-        record = logging.makeLogRecord({"name": "prefect.flow_runs", "msg": "the last", "flow_run_id": uuid.uuid4()})
+        about_run = {"flow_run_id": uuid.uuid4(), "levelno": logging.INFO}
+        record = logging.makeLogRecord({"name": "prefect.flow_runs", "msg": "the last", **about_run})
         handler.emit(record)
     capsys.readouterr()
     handler.flush()  # what is still pending goes to a server that has ended
