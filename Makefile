@@ -9,13 +9,20 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: demo test check test-compat test-ui constraints clean
+.PHONY: demo test test-slow coverage check test-compat test-ui constraints clean
 
 demo: $(STAMP)  ## the whole path on real input, in minutes
 	$(BIN)/dflash demo
 
-test: $(STAMP)  ## the whole suite with coverage
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered $(ARGS)
+test: $(STAMP)  ## the suite without what is slow, or needs a GPU or a browser; two test files at a time
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not ui" $(ARGS)
+
+test-slow: $(STAMP)  ## the rest of the suite that needs neither GPU nor browser
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+coverage: $(STAMP)  ## branch coverage of the suite, at least 90 %
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not ui" --cov --cov-report=term:skip-covered \
+	  --cov-fail-under=90 $(ARGS)
 
 check: $(STAMP)  ## lint, types, layers
 	$(BIN)/ruff check .

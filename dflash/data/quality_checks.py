@@ -63,7 +63,9 @@ class Checks:
         """Every rule about rows, in the order of the report."""
         columns, limits = self._columns, self._limits
         count = columns.num_rows
-        yield make_finding("min_rows", float(count), count, passed=count >= limits.min_rows, at_least=limits.min_rows)
+        yield make_finding(
+            "min_rows", float(count), count, passed=count >= limits.min_rows, allowed=(limits.min_rows, None)
+        )
         yield self._single_loss_count()
         tiny = (columns.loss <= limits.tiny_mask_tokens) & ~columns.confirmed
         yield self.share("tiny_mask", tiny, limits.max_tiny_mask_share)
@@ -105,7 +107,7 @@ class Checks:
             float(count),
             count,
             passed=count <= limit,
-            at_most=limit,
+            allowed=(None, limit),
             examples=rejects.named(FILE_REASONS),
         )
 
@@ -138,8 +140,7 @@ class Checks:
             median,
             int(rows.sum()),
             passed=passed,
-            at_least=limits.min_median_ratio,
-            at_most=limits.max_median_ratio,
+            allowed=(limits.min_median_ratio, limits.max_median_ratio),
             examples=() if passed else columns.examples(outside),
         )
 
@@ -171,7 +172,9 @@ def mix_findings(mix: Baseline, baseline: Baseline | None, limits: GateThreshold
     )
     for rule, new_mix, old_mix, limit in pairs:
         shift = mix_shift(new_mix, old_mix)
-        yield make_finding(rule, shift, sum(new_mix.values()), passed=shift is None or shift <= limit, at_most=limit)
+        yield make_finding(
+            rule, shift, sum(new_mix.values()), passed=shift is None or shift <= limit, allowed=(None, limit)
+        )
 
 
 def unexplained_counts(columns: BatchColumns) -> BoolArray:

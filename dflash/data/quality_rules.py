@@ -146,7 +146,7 @@ def share_finding(
     value = rounded(count / total) if total else None
     behind = 1 if limit == 0 else min_count
     passed = total == 0 or count / total <= limit or count < behind
-    return make_finding(rule, value, count, passed=passed, at_most=limit, examples=examples)
+    return make_finding(rule, value, count, passed=passed, allowed=(None, limit), examples=examples)
 
 
 def make_finding(
@@ -155,12 +155,12 @@ def make_finding(
     count: int,
     *,
     passed: bool,
-    at_least: float | None = None,
-    at_most: float | None = None,
+    allowed: tuple[float | None, float | None],
     examples: Sequence[str] = (),
 ) -> Finding:
-    """Put a measured value, its limits and the rule's words together."""
+    """Put a measured value, the lowest and highest allowed one, and the rule's words together."""
     words = RULES[rule]
+    at_least, at_most = allowed
     return Finding(
         rule=rule,
         title=words.title,
