@@ -24,7 +24,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import psutil  # noqa: E402
 
 from benchmarks.measure import print_table  # noqa: E402
-from dflash.config import TokenizeRun  # noqa: E402
+from dflash.config import GateThresholds, TokenizeRun  # noqa: E402
 from dflash.storage import open_store  # noqa: E402
 from embedded.prefect_server import temporary_prefect_server  # noqa: E402
 from embedded.seaweedfs import SeaweedConfig, SeaweedServer, start_seaweedfs, stop_seaweedfs  # noqa: E402
@@ -56,6 +56,7 @@ def aws_environment(server: SeaweedServer) -> dict[str, str]:
         "AWS_ENDPOINT_URL": server.endpoint_url,
         "AWS_ACCESS_KEY_ID": server.credentials.access_key_id or "",
         "AWS_SECRET_ACCESS_KEY": secret.get_secret_value() if secret else "",
+        "PREFECT_LOGGING_LEVEL": "WARNING",
     }
 
 
@@ -92,12 +93,15 @@ def run_size(num_files: int, records: int, tokenizer: Path, folder: Path, server
     for path in sorted((folder / "batch").iterdir()):
         store.put_if_absent(path.name, path)
     run = TokenizeRun(
-        source=f"{server.uri}/{prefix}", dataset=f"{server.uri}/{prefix}-dataset", tokenizer=str(tokenizer)
+        source=f"{server.uri}/{prefix}",
+        dataset=f"{server.uri}/{prefix}-dataset",
+        tokenizer=str(tokenizer),
+        gate=GateThresholds(max_single_loss_count_share=1.0),  # made-up answers of one pattern are equally long
     )
     parameters = folder / "run.json"
     parameters.write_text(run.model_dump_json())
     code = (
-        "import json; from pathlib import Path; from dflash.config import TokenizeRun;"
+        "import json; from pathlib import Path; from dflash.config import GateThresholds, TokenizeRun;"
         "from flows.tokenize_completions import tokenize_completions as flow;"
         f"run = TokenizeRun.model_validate_json(Path({str(parameters)!r}).read_text());"
         "print(json.dumps(flow(run)))"
