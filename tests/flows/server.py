@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from dflash.errors import ServiceError
 from embedded.prefect_api import LocalPrefectApi
 from embedded.stack import StackConnection
 
@@ -28,16 +29,27 @@ class Server:
         assert port is not None
         return cls(LocalPrefectApi(port))
 
+    def post(self, path: str, body: Any) -> Any:
+        """POST as Prefect's clients do: a busy server on SQLite answers 503 without having done anything."""
+        for _ in range(10):
+            try:
+                return self.api.post(path, body)
+            except ServiceError as error:
+                if "status 503" not in str(error):
+                    raise
+                time.sleep(1)
+        return self.api.post(path, body)
+
     def start(self, deployment: str, config: dict[str, Any] | None = None) -> str:
         """Press Run; return the flow run's id."""
-        (found,) = self.api.post("/deployments/filter", {"deployments": {"name": {"any_": [deployment]}}})
+        (found,) = self.post("/deployments/filter", {"deployments": {"name": {"any_": [deployment]}}})
         body = {} if config is None else {"parameters": {"config": config}}
-        return str(self.api.post(f"/deployments/{found['id']}/create_flow_run", body)["id"])
+        return str(self.post(f"/deployments/{found['id']}/create_flow_run", body)["id"])
 
     def retry(self, flow_run: str) -> None:
         """Press Retry."""
         state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the Prefect UI"}
-        answer = self.api.post(f"/flow_runs/{flow_run}/set_state", {"state": state})
+        answer = self.post(f"/flow_runs/{flow_run}/set_state", {"state": state})
         assert answer["status"] == "ACCEPT", answer
 
     def wait(self, flow_run: str, timeout_s: float = 240) -> dict[str, Any]:
@@ -52,13 +64,13 @@ class Server:
     def table(self, flow_run: str, key: str) -> list[dict[str, Any]]:
         """The latest table artifact of a flow run."""
         condition = {"key": {"any_": [key]}, "flow_run_id": {"any_": [flow_run]}}
-        found = self.api.post("/artifacts/filter", {"artifacts": condition, "sort": "CREATED_DESC"})
+        found = self.post("/artifacts/filter", {"artifacts": condition, "sort": "CREATED_DESC"})
         rows: list[dict[str, Any]] = json.loads(found[0]["data"])
         return rows
 
     def executions(self, flow_run: str, name: str) -> Counter[str]:
         """How often each task run whose name starts so was started."""
-        runs = self.api.post("/task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run]}}, "limit": 200})
+        runs = self.post("/task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run]}}, "limit": 200})
         return Counter(run["name"] for run in runs if run["name"].startswith(name) and run["run_count"] > 0)
 
 

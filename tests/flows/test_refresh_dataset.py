@@ -16,7 +16,7 @@ from dflash.config import GateThresholds, MergeRun, RefreshRun, TokenizeRun
 from dflash.data.dataset import DatasetRoot
 from dflash.errors import GateError, UsageError
 
-pytestmark = pytest.mark.usefixtures("prefect_server", "home")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server", "home")]
 
 Records = list[dict[str, Any]]
 BatchWriter = Callable[..., Path]

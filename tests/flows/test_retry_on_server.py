@@ -26,6 +26,8 @@ from tests.flows.server import Server, wait_for
 if TYPE_CHECKING:
     from embedded.stack import StackConnection
 
+pytestmark = pytest.mark.slow
+
 NUM_SHARDS = 20
 GARBAGE, HUGE, SECRET = 4, 9, 15  # shards: unreadable object, killed process, no right to read
 NUM_HUGE_ROWS = 1_500
@@ -109,7 +111,7 @@ def killer(stack: StackConnection, run: TokenizeRun, number: int) -> Iterator[di
 
     def watch() -> None:
         while not stop.is_set():
-            for folder in set(spool.glob(f".{plan.fingerprint[:12]}-*")) - killed.keys():
+            for folder in set(spool.glob(f"*/.{plan.fingerprint[:12]}-*")) - killed.keys():
                 pid = _find_writer(folder)
                 if pid is not None:
                     os.kill(pid, signal.SIGKILL)

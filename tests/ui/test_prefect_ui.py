@@ -29,17 +29,13 @@ RUN_TIMEOUT_MS = 240_000
 pytestmark = [
     pytest.mark.ui,
     pytest.mark.slow,
+    # A string, which sees the command line, and is looked at before the stack is started.
+    pytest.mark.skipif("'ui' not in config.getoption('-m')", reason="a browser test, run by `make test-ui`"),
     pytest.mark.skipif(
         importlib.util.find_spec("playwright") is None or not CHROMIUM.exists(),
         reason="needs Playwright and Debian's Chromium: run `make test-ui`",
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _only_when_asked(request: pytest.FixtureRequest) -> None:
-    if "ui" not in request.config.getoption("-m"):
-        pytest.skip("a browser test, run by `make test-ui`")
 
 
 @pytest.fixture
