@@ -34,7 +34,7 @@ test-compat: $(COMPAT)/.installed  ## template and mask with the oldest supporte
 	$(COMPAT)/bin/python -m pytest tests/data/test_mask_cases.py tests/data/test_chat.py tests/data/test_tokenize.py $(ARGS)
 
 test-ui: $(STAMP)  ## a browser does what people do in the Prefect UI (needs Debian's chromium)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt playwright
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt playwright==1.65.2
 	$(BIN)/python -m pytest -m ui $(ARGS)
 
 constraints: $(STAMP)  ## pin what is installed now

@@ -29,7 +29,7 @@ from dflash.manifest import Manifest, ShardReceipt, batch_fingerprint, batch_fro
 from flows.progress import ProgressBoard
 from flows.tokenize_completions import RESULT, RUNNER, judge, make_shards, upload_all
 from tasks.merging import back_up_version, check_batch, plan_dataset_merge, publish_merged_version, write_merged_shards
-from tasks.settings import s3_credentials, settings
+from tasks.settings import log_to_run, s3_credentials, settings
 from tasks.tokenization import list_completions
 
 PLAN_ATTEMPTS = 3  # races in a row that a merge may lose before it gives up
@@ -55,6 +55,7 @@ def merge_dataset(config: MergeRun) -> dict[str, Any]:
     Returns:
         Counts, version, bytes and the report's URI.
     """
+    log_to_run()
     workspace = Workspace(settings().work, settings().cache)
     board = ProgressBoard(key="merge-progress")
     with TokenizeSession(config.batch, s3_credentials(), workspace) as session:

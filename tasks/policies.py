@@ -11,12 +11,16 @@ from typing import Any
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 
-from dflash.errors import StorageError
+from dflash.errors import ObjectNotFoundError, PreconditionError, StorageError
 
 
 def is_storage_failure(_task: Any, _run: TaskRun, state: State[Any]) -> bool:
-    """Only what the store did may be tried again as it is; a refusal or a lost race needs a person or a new plan."""
-    return isinstance(state.result(raise_on_failure=False), StorageError)
+    """Only what passes by itself may be tried again as it is.
+
+    A refusal or a lost race needs a person or a new plan; an object that is gone or was replaced stays so.
+    """
+    error = state.result(raise_on_failure=False)
+    return isinstance(error, StorageError) and not isinstance(error, ObjectNotFoundError | PreconditionError)
 
 
 # Store calls retry inside; these retries cover what outlasts them, such as a restarted server.

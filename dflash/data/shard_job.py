@@ -6,10 +6,12 @@ whole, so a folder that is there is a shard that is done.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -31,6 +33,7 @@ SHARD_FILE, INDEX_FILE, REJECTS_FILE, RECEIPT_FILE = "shard.arrow", "index.arrow
 # A batch ends at either: enough for one batched encode call to pay, little enough to bound memory.
 RECORDS_PER_BATCH = 256
 BYTES_PER_BATCH = 32 << 20
+ABANDONED_S = 86_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ def run_shard_job(job: ShardJob, tokenizer: TargetTokenizer) -> ShardReceipt:
     if finished is not None:
         return finished
     job.spool.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(job.spool)
     scratch = Path(tempfile.mkdtemp(prefix=f".{job.fingerprint[:12]}-", dir=job.spool))
     try:
         receipt = _write_shard(job, tokenizer, scratch)
@@ -110,6 +114,14 @@ def run_shard_job(job: ShardJob, tokenizer: TargetTokenizer) -> ShardReceipt:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return receipt
+
+
+def _remove_abandoned(spool: Path) -> None:
+    """Remove scratch folders that killed processes left; a living one is never a day old."""
+    for folder in spool.glob(".*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - folder.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _move_into_place(scratch: Path, result: Path) -> None:

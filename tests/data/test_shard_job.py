@@ -77,6 +77,17 @@ def test_a_damaged_spool_folder_is_made_again(tmp_path: Path, tokenizer: TargetT
     assert read_spooled(job.result) == first
 
 
+def test_scratch_of_a_killed_process_is_removed_after_a_day(tmp_path: Path, tokenizer: TargetTokenizer) -> None:
+    job = make_job(tmp_path, write_input(tmp_path, "a.jsonl", json.dumps(RECORD).encode() + b"\n"))
+    old, young = job.spool / ".old", job.spool / ".young"
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    run_shard_job(job, tokenizer)
+    assert not old.exists()
+    assert young.exists()
+
+
 def test_a_dataset_inside_its_source_is_refused(tmp_path: Path, smollm2_tokenizer_dir: Path) -> None:
     run = TokenizeRun(source=str(tmp_path), dataset=str(tmp_path / "dataset"), tokenizer=str(smollm2_tokenizer_dir))
     with (
