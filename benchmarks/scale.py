@@ -9,6 +9,7 @@ of every process of the run is sampled.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -77,12 +78,17 @@ class PeakMemory:
 
     def _sample(self) -> None:
         while not self._stop.wait(0.5):
-            try:
-                self.flow_mb = max(self.flow_mb, self._process.memory_info().rss / 1e6)
-                for child in self._process.children(recursive=True):
-                    self.worker_mb = max(self.worker_mb, child.memory_info().rss / 1e6)
-            except psutil.Error:
-                continue
+            self.flow_mb = max(self.flow_mb, _resident_mb(self._process))
+            with contextlib.suppress(psutil.Error):
+                children = self._process.children(recursive=True)
+                self.worker_mb = max(self.worker_mb, *map(_resident_mb, children), 0.0)
+
+
+def _resident_mb(process: psutil.Process) -> float:
+    try:
+        return float(process.memory_info().rss) / 1e6
+    except psutil.Error:  # ended since it was listed
+        return 0.0
 
 
 def run_size(num_files: int, records: int, tokenizer: Path, folder: Path, server: SeaweedServer) -> dict[str, Any]:
