@@ -49,7 +49,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--config {path} can't be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOML, UTF-8, numbers of 5,000 digits, nesting without end
         raise UsageError(f"--config {path} is not TOML: {error}.") from error
 
 
@@ -65,5 +65,5 @@ def _assign(values: dict[str, Any], setting: str) -> None:
             raise UsageError(f"--set {setting}: {parent} is a value, not a group of fields.")
     try:
         place[leaf] = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         place[leaf] = text

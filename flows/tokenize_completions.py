@@ -226,7 +226,8 @@ def judge(session: TokenizeSession, receipts: list[ShardReceipt]) -> tuple[Quali
 
 
 def upload_all(session: TokenizeSession, receipts: list[ShardReceipt]) -> int:
-    """Upload every shard that isn't on the store yet, in parallel; return the bytes sent by this session."""
+    """Upload every shard that isn't on the store yet, in parallel; return the bytes that took."""
+    before = session.bytes_uploaded()
     futures = [
         upload_shard.submit(session, receipt, f"shard-{number:05d}")
         for number, receipt in enumerate(receipts)
@@ -234,7 +235,7 @@ def upload_all(session: TokenizeSession, receipts: list[ShardReceipt]) -> int:
     ]
     for future in futures:
         future.result()
-    return session.bytes_uploaded()
+    return session.bytes_uploaded() - before
 
 
 def summary(manifest: Manifest, config: TokenizeRun, seconds: float) -> dict[str, Any]:

@@ -92,14 +92,15 @@ class DatasetRoot:
         where = f"{self.uri}/{POINTER_KEY}"
         try:
             state = json.loads(data)
-        except ValueError as error:
+            record_data = canonical_json(state["dflash"]) if isinstance(state, dict) and "dflash" in state else b""
+        except (ValueError, RecursionError) as error:
             raise DatasetError(f"{where} is not JSON: {error}. Restore it with `dflash restore`.") from error
-        if not isinstance(state, dict) or "dflash" not in state:
+        if not record_data:
             raise DatasetError(
                 f"{where} was written by another program: the entry 'dflash' is missing. "
                 "A folder made by save_to_disk becomes version 1 with `dflash adopt`."
             )
-        record = PointerRecord.from_bytes(canonical_json(state["dflash"]), where)
+        record = PointerRecord.from_bytes(record_data, where)
         if info.etag is None:
             raise DatasetError(f"{where}: the store gives no ETag, so the pointer can't be replaced safely.")
         return Pointer(record, info.etag)

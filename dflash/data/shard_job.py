@@ -12,6 +12,7 @@ import json
 import shutil
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from dflash.data.completions import Completion, Reject, read_completions
 from dflash.data.encoders import HuggingFaceEncoder
 from dflash.data.shards import ShardWriter, WrittenShard
 from dflash.data.tokenize import tokenize_batch
-from dflash.errors import DatasetError, IntegrityError
+from dflash.errors import DatasetError, IntegrityError, StorageError
 from dflash.manifest import InputFile, ShardEntry, ShardReceipt, sha256_hex
 
 if TYPE_CHECKING:
@@ -104,6 +105,15 @@ def run_shard_job(job: ShardJob, tokenizer: TargetTokenizer) -> ShardReceipt:
     finished = read_spooled(job.result)
     if finished is not None:
         return finished
+    try:
+        return _make_shard(job, tokenizer)
+    except OSError as error:
+        raise StorageError(
+            f"{job.spool}: {error}. Expected a folder with room for a shard; make room, run again."
+        ) from error
+
+
+def _make_shard(job: ShardJob, tokenizer: TargetTokenizer) -> ShardReceipt:
     job.spool.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(job.spool)
     scratch = Path(tempfile.mkdtemp(prefix=f".{job.fingerprint[:12]}-", dir=job.spool))
@@ -114,6 +124,16 @@ def run_shard_job(job: ShardJob, tokenizer: TargetTokenizer) -> ShardReceipt:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return receipt
+
+
+def remove_spooled(result: Path) -> None:
+    """Remove a spool folder: it disappears at once by a rename, so that a kill leaves it whole or gone."""
+    doomed = result.with_name(f".{result.name[:12]}-{uuid.uuid4().hex[:8]}")
+    with contextlib.suppress(FileNotFoundError):
+        result.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+    if doomed.is_file():
+        doomed.unlink()
 
 
 def _remove_abandoned(spool: Path) -> None:
@@ -132,7 +152,7 @@ def _move_into_place(scratch: Path, result: Path) -> None:
         except OSError:  # not empty: another run's, or a damaged one
             if read_spooled(result) is not None:
                 return
-            shutil.rmtree(result, ignore_errors=True)
+            remove_spooled(result)
         else:
             return
     raise DatasetError(f"{result} can't be replaced: another process keeps writing there. Run again.")
@@ -149,8 +169,9 @@ def read_spooled(result: Path) -> ShardReceipt | None:
         whole = (
             _file_sha256(result / SHARD_FILE) == entry.sha256
             and _file_sha256(result / INDEX_FILE) == entry.index_sha256
+            and receipt.rejects_sha256 in {None, _file_sha256(result / REJECTS_FILE)}
         )
-    except (FileNotFoundError, DatasetError):
+    except (OSError, DatasetError):
         return None
     return receipt if whole else None
 

@@ -228,7 +228,7 @@ def read_batches(path: Path, schema: pa.Schema = SHARD_SCHEMA) -> Iterator[pa.Re
                 batch.validate(full=True)  # before anything follows its offsets
                 yield batch
         _require_end_mark(path)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: names that are no UTF-8
         raise DatasetError(
             f"{path} can't be read as an Arrow IPC stream: {error}. Expected a whole stream file; "
             "verify the dataset and restore the shard from a backup or tokenize it again."

@@ -10,7 +10,6 @@ import collections
 import itertools
 import json
 import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -24,10 +23,18 @@ from dflash.data.pool import TokenizePool
 from dflash.data.quality import assess, baseline_of, enforce
 from dflash.data.quality_report import Baseline, QualityReport
 from dflash.data.report import render_html
-from dflash.data.shard_job import INDEX_FILE, REJECTS_FILE, SHARD_FILE, LocalInput, ShardJob, read_spooled
+from dflash.data.shard_job import (
+    INDEX_FILE,
+    REJECTS_FILE,
+    SHARD_FILE,
+    LocalInput,
+    ShardJob,
+    read_spooled,
+    remove_spooled,
+)
 from dflash.data.shards import SCHEMA_VERSION, read_index
 from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
-from dflash.data.workspace import Workspace, shards_with_rows
+from dflash.data.workspace import Workspace, make_download_folder, shards_with_rows
 from dflash.errors import DatasetError, IntegrityError, StorageError, UsageError
 from dflash.manifest import (
     Counts,
@@ -59,8 +66,7 @@ class TokenizeSession:
         self.pool = TokenizePool(run.tokenizer, run.num_workers, trust_remote_code=run.trust_remote_code)
         self._workspace = workspace
         self._encoder: Literal["auto", "huggingface"] = run.encoder
-        workspace.work.mkdir(parents=True, exist_ok=True)
-        self._downloads = Path(tempfile.mkdtemp(prefix="downloads-", dir=workspace.work))
+        self._downloads = make_download_folder(workspace)
         self._numbers = itertools.count()
 
     def __enter__(self) -> Self:
@@ -90,13 +96,15 @@ class TokenizeSession:
         return plans
 
     def _require_apart(self) -> None:
-        """A dataset inside its own source would be read as completions by the next run."""
-        source = self.source.uri.rstrip("/")
-        if self.root.uri == source or self.root.uri.startswith(source + "/"):
-            raise UsageError(
-                f"The dataset {self.root.uri} lies inside the source {source}: its reject files would be read as "
-                "completions. Name a dataset root outside."
-            )
+        """A dataset in its source would be read as completions; a source in a dataset would be collected as garbage."""
+        source = _absolute(self.source.uri)
+        places = [_absolute(self.root.uri + suffix) for suffix in ("", ".meta", ".backups", ".backups.meta")]
+        for place in places:
+            if (place + "/").startswith(source + "/") or (source + "/").startswith(place + "/"):
+                raise UsageError(
+                    f"The dataset {place} and the source {source} lie inside one another: the reject files of the one "
+                    "would be read as completions by the other. Name a dataset root outside."
+                )
 
     def require_free_root(self, plans: Iterable[ShardPlan]) -> None:
         """Refuse, before any work, a root that holds something else than this batch.
@@ -204,6 +212,10 @@ class TokenizeSession:
             IntegrityError: the spooled files are not what the receipt says, or the store holds another shard for it.
         """
         entry, spool = receipt.shard, self.spool / receipt.shard.fingerprint
+        stored = self.root.receipts([entry.fingerprint]).get(entry.fingerprint)
+        if stored is not None and stored.shard.sha256 == entry.sha256:
+            remove_spooled(spool)
+            return
         if not spool.is_dir():
             raise StorageError(f"{spool} is gone before its upload to {self.root.uri}. Run again: it is made anew.")
         if entry.num_rows:
@@ -213,7 +225,7 @@ class TokenizeSession:
             key = f"rejects/{receipt.rejects_sha256}.jsonl"
             self.root.meta.put_if_absent(key, spool / REJECTS_FILE, sha256=receipt.rejects_sha256)
         self._put_receipt(receipt)
-        shutil.rmtree(spool, ignore_errors=True)
+        remove_spooled(spool)
 
     def bytes_uploaded(self) -> int:
         """Bytes this session has sent to the dataset so far."""
@@ -287,6 +299,11 @@ class TokenizeSession:
             template_fingerprint=self.tokenizer.template_fingerprint,
             vocab_size=self.tokenizer.vocab_size,
         )
+
+
+def _absolute(uri: str) -> str:
+    """One spelling of a place: local paths resolved, S3 URIs without a slash at the end."""
+    return uri.rstrip("/") if "://" in uri else str(Path(uri).resolve())
 
 
 def tokenize_dataset(run: TokenizeRun, credentials: S3Credentials | None, workspace: Workspace) -> Manifest:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflash.data.plan import PlannedFile
-from dflash.errors import DatasetError
+from dflash.data.shard_job import ABANDONED_S
+from dflash.errors import DatasetError, StorageError
 from dflash.manifest import ShardEntry, ShardReceipt
 
 
@@ -23,6 +27,24 @@ class Workspace:
     def spool(self) -> Path:
         """Folder of finished shards that wait for the gate and the upload."""
         return self.work / "spool"
+
+
+def make_download_folder(workspace: Workspace) -> Path:
+    """A folder for one session's downloads; those that killed sessions left are removed after a day.
+
+    Raises:
+        StorageError: the working folder can't be made or written.
+    """
+    try:
+        workspace.work.mkdir(parents=True, exist_ok=True)
+        for folder in workspace.work.glob("downloads-*"):
+            if time.time() - folder.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(folder, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix="downloads-", dir=workspace.work))
+    except OSError as error:
+        raise StorageError(
+            f"{workspace.work}: {error}. Expected a folder that can be written; see DFLASH_HOME."
+        ) from error
 
 
 def shards_with_rows(receipts: Iterable[ShardReceipt]) -> tuple[ShardEntry, ...]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dflash.config import TokenizeOptions, TokenizeRun
+from dflash.config import GateThresholds, TokenizeOptions, TokenizeRun
 from dflash.data.pool import TokenizePool
 from dflash.data.shard_job import LocalInput, ShardJob, read_spooled, run_shard_job
 from dflash.data.tokenize_run import TokenizeSession
@@ -88,13 +88,44 @@ def test_scratch_of_a_killed_process_is_removed_after_a_day(tmp_path: Path, toke
     assert young.exists()
 
 
-def test_a_dataset_inside_its_source_is_refused(tmp_path: Path, smollm2_tokenizer_dir: Path) -> None:
-    run = TokenizeRun(source=str(tmp_path), dataset=str(tmp_path / "dataset"), tokenizer=str(smollm2_tokenizer_dir))
+@pytest.mark.parametrize(("source", "dataset"), [("src", "src/ds"), ("src", "x/../src/ds"), ("ds/shards", "ds")])
+def test_places_inside_one_another_are_refused_however_spelled(
+    tmp_path: Path, smollm2_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch, source: str, dataset: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = TokenizeRun(source=source, dataset=dataset, tokenizer=str(smollm2_tokenizer_dir))
     with (
         TokenizeSession(run, None, Workspace(tmp_path / "work", tmp_path / "cache")) as session,
-        pytest.raises(UsageError, match="lies inside the source"),
+        pytest.raises(UsageError, match="lie inside one another"),
     ):
         session.plan()
+
+
+def test_a_spool_folder_that_a_kill_left_in_part_is_no_obstacle(tmp_path: Path, smollm2_tokenizer_dir: Path) -> None:
+    """The shard is stored, its folder half removed: the next run publishes what is stored."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.jsonl").write_text(json.dumps(RECORD) + "\n")
+    run = TokenizeRun(
+        source=str(source), dataset=str(tmp_path / "ds"), tokenizer=str(smollm2_tokenizer_dir), num_workers=1
+    )
+    with TokenizeSession(run, None, Workspace(tmp_path / "work", tmp_path / "cache")) as session:
+        (plan,) = session.plan()
+        receipt = session.tokenize(plan, session.download(plan.files))
+        folder = session.spool / plan.fingerprint
+        index = (folder / "index.arrow").read_bytes()
+        session.upload(receipt)
+        folder.mkdir()
+        (folder / "index.arrow").write_bytes(index)
+        assert session.finished([plan]) == {plan.fingerprint: receipt}
+        session.upload(receipt)
+        assert not folder.exists()
+        assert session.publish_first([receipt], session.assess([receipt])).counts.num_rows == 1
+
+
+def test_limits_are_finite() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        GateThresholds(ratio_tolerance=float("inf"))
 
 
 def test_workers_end_with_a_killed_parent(tmp_path: Path, smollm2_tokenizer_dir: Path) -> None:
