@@ -219,8 +219,11 @@ class LocalStore(Store):
                 if (Path(folder) / name).is_symlink():
                     raise UsageError(f"{Path(folder) / name}: links to folders are not followed; name the real folder")
             for name in names:
-                path = Path(folder) / name
-                yield self._path(self._key(path))
+                path = self._path(self._key(Path(folder) / name))
+                if path.is_file():
+                    yield path
+                elif os.path.lexists(path):  # else it was removed or renamed meanwhile
+                    raise UsageError(f"{path}: expected a file, found a pipe, a device or a link to nothing; remove it")
 
     def _key(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
@@ -230,7 +233,11 @@ class LocalStore(Store):
         path = self.root / check_key(key)
         if for_writing and is_hidden(path.name):
             raise UsageError(f"key {key!r} can't be used in a folder: such names are its part files and locks")
-        if not path.resolve().is_relative_to(self.root.resolve()):
+        try:
+            inside = path.resolve().is_relative_to(self.root.resolve())
+        except RuntimeError:  # what Python 3.11 says of links that lead to themselves
+            raise UsageError(f"{path}: the link leads to itself; remove it") from None
+        if not inside:
             raise UsageError(f"{path}: a link leads out of {self.root}; nothing outside is read or written")
         return path
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,21 @@ def test_links_that_leave_the_root_are_refused(folder: LocalStore, tmp_path: Pat
         with pytest.raises(UsageError, match="a link leads out of"):
             use()
     assert secret.read_bytes() == b"secret"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "expected a file"),
+        (lambda path: path.symlink_to(path.parent / "nothing"), "expected a file"),
+        (lambda path: path.symlink_to(path), "leads to itself"),
+    ],
+)
+def test_what_is_no_file_is_named(folder: LocalStore, make: Callable[[Path], None], message: str) -> None:
+    folder.root.mkdir(exist_ok=True)
+    make(folder.root / "part.jsonl")
+    with pytest.raises(UsageError, match=rf"part\.jsonl(.|\n)*{message}"):
+        folder.list()
 
 
 def test_no_listing_passes_over_a_link_in_silence(folder: LocalStore, tmp_path: Path) -> None:
