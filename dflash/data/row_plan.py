@@ -110,6 +110,8 @@ def _prompt_segments(
     prompt = turn.prompt if turn else conversation.prompt(len(completion.messages) - 1)
     if options.loss_on == "last_turn":
         return [Segment(prompt, is_loss=False, continues=False)]
+    # Before each earlier turn is rendered: a prompt that can't fit would cost time quadratic in its turns for nothing.
+    _require_room(Segment(prompt, is_loss=False), tokenizer, options)
     return _chain_segments(conversation, prompt)
 
 
