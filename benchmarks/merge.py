@@ -68,17 +68,7 @@ def make_shards(folder: Path, num_shards: int, rows_per_shard: int, first: int =
                 row = first + number * rows_per_shard + start
                 writer.write(_rows(row, min(1000, rows_per_shard - start)))
             written = writer.close()
-        entry = ShardEntry(
-            sha256=written.shard.sha256,
-            num_bytes=written.shard.num_bytes,
-            num_rows=written.num_rows,
-            num_tokens=written.num_tokens,
-            num_loss_tokens=written.num_loss_tokens,
-            index_sha256=written.index.sha256,
-            index_bytes=written.index.num_bytes,
-            fingerprint=fingerprint_of({"shard": written.shard.sha256}),
-            encoder="synthetic",
-        )
+        entry = written.entry(fingerprint_of({"shard": written.shard.sha256}), "synthetic")
         shards.append(LocalShard(entry, *paths))
     return shards
 

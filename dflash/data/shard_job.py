@@ -25,7 +25,7 @@ from dflash.data.encoders import HuggingFaceEncoder
 from dflash.data.shards import ShardWriter, WrittenShard
 from dflash.data.tokenize import tokenize_batch
 from dflash.errors import DatasetError, IntegrityError, StorageError
-from dflash.manifest import InputFile, ShardEntry, ShardReceipt, sha256_hex
+from dflash.manifest import InputFile, ShardReceipt, sha256_hex
 
 if TYPE_CHECKING:
     from dflash.data.tokenizer import TargetTokenizer
@@ -196,17 +196,7 @@ def _write_shard(job: ShardJob, tokenizer: TargetTokenizer, scratch: Path) -> Sh
 def _receipt(job: ShardJob, tally: _Tally, written: WrittenShard, encoder: str, scratch: Path) -> ShardReceipt:
     rejects = b"".join(tally.lines)
     (scratch / REJECTS_FILE).write_bytes(rejects)
-    entry = ShardEntry(
-        sha256=written.shard.sha256,
-        num_bytes=written.shard.num_bytes,
-        num_rows=written.num_rows,
-        num_tokens=written.num_tokens,
-        num_loss_tokens=written.num_loss_tokens,
-        index_sha256=written.index.sha256,
-        index_bytes=written.index.num_bytes,
-        fingerprint=job.fingerprint,
-        encoder=encoder,
-    )
+    entry = written.entry(job.fingerprint, encoder)
     inputs = tuple(
         InputFile(
             key=item.key,

@@ -17,10 +17,12 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from dflash.data.rows import TokenizedRows, join_rows
 from dflash.errors import DatasetError
+from dflash.manifest import ShardEntry
 
 SCHEMA_VERSION = 1
 ROWS_PER_BATCH = 1000
@@ -71,6 +73,20 @@ class WrittenShard:
     num_rows: int
     num_tokens: int
     num_loss_tokens: int
+
+    def entry(self, fingerprint: str, encoder: str) -> ShardEntry:
+        """The manifest's entry for this shard, made from what `fingerprint` stands for."""
+        return ShardEntry(
+            sha256=self.shard.sha256,
+            num_bytes=self.shard.num_bytes,
+            num_rows=self.num_rows,
+            num_tokens=self.num_tokens,
+            num_loss_tokens=self.num_loss_tokens,
+            index_sha256=self.index.sha256,
+            index_bytes=self.index.num_bytes,
+            fingerprint=fingerprint,
+            encoder=encoder,
+        )
 
 
 class _StreamSink:
@@ -193,7 +209,7 @@ def _index_batch(rows: TokenizedRows) -> pa.RecordBatch:
     columns = [
         pa.array(rows.sample_ids, pa.string()),
         pa.array(rows.sources, pa.string()),
-        pa.array(content_hashes(rows), pa.binary(16)),
+        pa.array(content_hashes(rows.ids, rows.offsets), pa.binary(16)),
         pa.array(np.diff(rows.offsets).astype(np.int32)),
         pa.array(rows.num_loss_tokens, pa.int32()),
         pa.array(rows.output_tokens, pa.int32(), mask=rows.output_tokens < 0),
@@ -204,10 +220,15 @@ def _index_batch(rows: TokenizedRows) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=INDEX_SCHEMA)
 
 
-def content_hashes(rows: TokenizedRows) -> list[bytes]:
-    """BLAKE2b-128 of each row's ids as little-endian int32: equal rows give equal hashes."""
-    data = rows.ids.astype("<i4", copy=False).tobytes()
-    bounds = (rows.offsets * 4).tolist()
+def content_hashes(ids: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> list[bytes]:
+    """BLAKE2b-128 of each row's ids as little-endian int32, without a copy: equal rows give equal hashes.
+
+    Args:
+        ids: int32 [t], the rows' ids joined.
+        offsets: int64 [n + 1], row i is ids[offsets[i]:offsets[i + 1]].
+    """
+    data = np.ascontiguousarray(ids, dtype="<i4").data.cast("B")
+    bounds = (offsets * 4).tolist()
     return [hashlib.blake2b(data[start:end], digest_size=16).digest() for start, end in itertools.pairwise(bounds)]
 
 

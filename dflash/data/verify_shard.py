@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dflash.data.quality_report import printable
-from dflash.data.shards import INDEX_SCHEMA, SHARD_SCHEMA, read_batches, read_index
+from dflash.data.shards import INDEX_SCHEMA, SHARD_SCHEMA, content_hashes, read_batches, read_index
 from dflash.errors import DatasetError
 from dflash.manifest import ShardEntry
 
@@ -162,7 +161,7 @@ class _ShardCheck:
         actual = {
             "sample_id": batch["sample_id"],
             "source": batch["source"],
-            "content_hash": pa.array(_hashes(ids, offsets), INDEX_SCHEMA.field("content_hash").type),
+            "content_hash": pa.array(content_hashes(ids, offsets), INDEX_SCHEMA.field("content_hash").type),
             "num_tokens": pa.array(np.diff(offsets), pa.int32()),
             "num_loss_tokens": pa.array(sums, pa.int32()),
         }
@@ -201,13 +200,6 @@ def _sums(mask: npt.NDArray[np.bool_], offsets: IntArray) -> IntArray:
     if filled.any():
         sums[filled] = np.add.reduceat(mask.view(np.uint8), offsets[:-1][filled], dtype=np.int64)
     return sums
-
-
-def _hashes(ids: npt.NDArray[np.int32], offsets: IntArray) -> list[bytes]:
-    """As `dflash.data.shards.content_hashes`, on the mapped buffer itself."""
-    data = np.ascontiguousarray(ids, dtype="<i4").data.cast("B")
-    bounds = (offsets * 4).tolist()
-    return [hashlib.blake2b(data[start:end], digest_size=16).digest() for start, end in itertools.pairwise(bounds)]
 
 
 def _objects(values: pa.Array) -> npt.NDArray[np.object_]:

@@ -17,7 +17,7 @@ from dflash.data.merge import merge_manifest, publish_merge, put_rejects, write_
 from dflash.data.merge_plan import MergePlan, MergeRules, NewBatch, ShardFiles, plan_merge
 from dflash.data.rows import TokenizedRows
 from dflash.data.shards import ShardWriter
-from dflash.manifest import Manifest, ShardEntry, ShardReceipt, TokenizerRecord, batch_from_receipts, sha256_hex
+from dflash.manifest import Manifest, ShardReceipt, TokenizerRecord, batch_from_receipts, sha256_hex
 from dflash.storage import S3Credentials, Store
 
 TOKENIZER = TokenizerRecord(name="synthetic", fingerprint="f" * 64, template_fingerprint="e" * 64, vocab_size=50_000)
@@ -67,17 +67,7 @@ class Small:
         with ShardWriter(shard, index) as writer:
             writer.write(make_rows(first))
             made = writer.close()
-        entry = ShardEntry(
-            sha256=made.shard.sha256,
-            num_bytes=made.shard.num_bytes,
-            num_rows=made.num_rows,
-            num_tokens=made.num_tokens,
-            num_loss_tokens=made.num_loss_tokens,
-            index_sha256=made.index.sha256,
-            index_bytes=made.index.num_bytes,
-            fingerprint=sha256_hex(b"fingerprint %d" % first),
-            encoder="synthetic",
-        )
+        entry = made.entry(sha256_hex(b"fingerprint %d" % first), "synthetic")
         rejects = json.dumps({"file": "a.jsonl", "line": first, "reason": "bad_json"}).encode() + b"\n"
         done = ShardReceipt(shard=entry, inputs=(), reject_reasons={"bad_json": 1}, rejects_sha256=sha256_hex(rejects))
         self.root.store.put_if_absent(entry.key, shard, sha256=entry.sha256)

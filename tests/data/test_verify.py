@@ -48,17 +48,7 @@ def write_shard(folder: Path, seed: int) -> tuple[ShardEntry, Path, Path]:
     with ShardWriter(folder / "shard.arrow", folder / "index.arrow", rows_per_batch=8) as writer:
         writer.write(make_rows(seed))
         written = writer.close()
-    entry = ShardEntry(
-        sha256=written.shard.sha256,
-        num_bytes=written.shard.num_bytes,
-        num_rows=written.num_rows,
-        num_tokens=written.num_tokens,
-        num_loss_tokens=written.num_loss_tokens,
-        index_sha256=written.index.sha256,
-        index_bytes=written.index.num_bytes,
-        fingerprint=sha256_hex(b"%d" % seed),
-        encoder="test",
-    )
+    entry = written.entry(sha256_hex(b"%d" % seed), "test")
     return entry, written.shard.path, written.index.path
 
 

@@ -16,7 +16,7 @@ from dflash.data.merge import MergedShards, merge_manifest, publish_merge, write
 from dflash.data.merge_plan import MergePlan, MergeRules, NewBatch, ShardFiles, plan_merge
 from dflash.data.rows import TokenizedRows
 from dflash.data.shards import ShardWriter
-from dflash.manifest import Manifest, ShardEntry, ShardReceipt, TokenizerRecord, batch_from_receipts, fingerprint_of
+from dflash.manifest import Manifest, ShardReceipt, TokenizerRecord, batch_from_receipts, fingerprint_of
 
 TOKENIZER = TokenizerRecord(
     name="synthetic", fingerprint="f" * 64, template_fingerprint="e" * 64, vocab_size=20_000_000
@@ -70,17 +70,7 @@ class Sandbox:
         with ShardWriter(shard, index) as writer:
             writer.write(make_rows(samples))
             written = writer.close()
-        entry = ShardEntry(
-            sha256=written.shard.sha256,
-            num_bytes=written.shard.num_bytes,
-            num_rows=written.num_rows,
-            num_tokens=written.num_tokens,
-            num_loss_tokens=written.num_loss_tokens,
-            index_sha256=written.index.sha256,
-            index_bytes=written.index.num_bytes,
-            fingerprint=fingerprint,
-            encoder="synthetic",
-        )
+        entry = written.entry(fingerprint, "synthetic")
         self.root.store.put_if_absent(entry.key, shard)
         self.root.meta.put_if_absent(entry.index_key, index)
         return ShardReceipt(shard=entry, inputs=(), reject_reasons={}, rejects_sha256=None)
