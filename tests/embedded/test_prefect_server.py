@@ -171,8 +171,18 @@ def test_profile_holds_the_settings_of_clients_and_server(tmp_path: Path) -> Non
 
 
 class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
     def do_GET(self) -> None:
-        status, body = {"/api/health": (200, b"false"), "/api/text": (200, b"<html>")}.get(self.path, (503, b"busy"))
+        known = {"/api/health": (200, b"false"), "/api/text": (200, b"<html>"), "/api/missing": (404, b"no such thing")}
+        self._answer(*known.get(self.path, (503, b"busy")))
+
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers["content-length"]))
+        self.server.num_posts += 1
+        self._answer(*((503, b"busy") if self.server.num_posts <= 2 else (200, content)))
+
+    def _answer(self, status: int, body: bytes) -> None:
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -182,26 +192,49 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+class _Server(HTTPServer):
+    """Busy for GET, and for the first two POSTs, whose content the later ones give back."""
+
+    num_posts = 0
+
+
 @pytest.fixture
-def fake_api() -> Iterator[LocalPrefectApi]:
-    with HTTPServer(("127.0.0.1", 0), _Handler) as server:
+def fake_server() -> Iterator[_Server]:
+    with _Server(("127.0.0.1", 0), _Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield LocalPrefectApi(server.server_port)
+        yield server
         server.shutdown()
         thread.join()
 
 
+@pytest.fixture
+def fake_api(fake_server: _Server) -> LocalPrefectApi:
+    return LocalPrefectApi(fake_server.server_port, busy_s=0.5)
+
+
 def test_answers_that_are_no_success_are_errors(fake_api: LocalPrefectApi) -> None:
     assert not fake_api.is_healthy()
-    with pytest.raises(ServiceError, match="503"):
-        fake_api.get("/other")
+    with pytest.raises(ServiceError, match="status 404: b'no such thing'"):
+        fake_api.get("/missing")
     with pytest.raises(ServiceError, match="JSON"):
         fake_api.get("/text")
     with pytest.raises(ServiceError, match="ended before"):
         fake_api.wait_until_healthy(5, is_running=lambda: False)
     with pytest.raises(ServiceError, match="within 0 s"):
         fake_api.wait_until_healthy(0.2, is_running=lambda: True)
+
+
+def test_request_to_a_busy_server_is_repeated(fake_server: _Server, fake_api: LocalPrefectApi) -> None:
+    assert fake_api.post("/flows", {"name": "probe"}) == {"name": "probe"}
+    assert fake_server.num_posts == 3
+
+
+def test_server_that_stays_busy_is_an_error(fake_api: LocalPrefectApi) -> None:
+    started = time.monotonic()
+    with pytest.raises(ServiceError, match="status 503: b'busy'"):
+        fake_api.get("/other")
+    assert 0.3 <= time.monotonic() - started < 5
 
 
 def test_nobody_listening_is_an_error() -> None:

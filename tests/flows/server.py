@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from dflash.errors import ServiceError
 from embedded.prefect_api import LocalPrefectApi
 from embedded.stack import StackConnection
 
@@ -30,14 +29,7 @@ class Server:
         return cls(LocalPrefectApi(port))
 
     def post(self, path: str, body: Any) -> Any:
-        """POST as Prefect's clients do: a busy server on SQLite answers 503 without having done anything."""
-        for _ in range(10):
-            try:
-                return self.api.post(path, body)
-            except ServiceError as error:
-                if "status 503" not in str(error):
-                    raise
-                time.sleep(1)
+        """POST, repeated while the server is busy."""
         return self.api.post(path, body)
 
     def start(self, deployment: str, config: dict[str, Any] | None = None) -> str:
@@ -56,10 +48,11 @@ class Server:
         """Wait for the end of a flow run."""
 
         def ended() -> dict[str, Any] | None:
-            run: dict[str, Any] = self.api.get(f"/flow_runs/{flow_run}")
-            return run if run["state"]["type"] in FINAL else None
+            found: dict[str, Any] = self.api.get(f"/flow_runs/{flow_run}")
+            return found if found["state"]["type"] in FINAL else None
 
-        return wait_for(ended, timeout_s)
+        run: dict[str, Any] = wait_for(ended, timeout_s)
+        return run
 
     def table(self, flow_run: str, key: str) -> list[dict[str, Any]]:
         """The latest table artifact of a flow run."""
