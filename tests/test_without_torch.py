@@ -32,6 +32,7 @@ sys.meta_path.insert(0, NoTorch())
 from dflash.config import GateThresholds, TokenizeRun
 from dflash.data.tokenize_run import tokenize_dataset
 from dflash.data.workspace import Workspace
+import dflash.train.config
 import dflash.data.adopt, dflash.data.backup, dflash.data.inspect, dflash.data.merge, dflash.data.verify
 import flows.cli, flows.merge_dataset, flows.tokenize_completions
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from dflash.config import RunModel
-from dflash.train.loss import LossOptions, Objective, Weighting
+from dflash.train.loss_options import LossOptions, Objective, Weighting
 
 # Paper, section 4.2: the decay that was tuned for each block size; sizes between them are interpolated.
 _GAMMA_OF_BLOCK = ((8, 4.0), (10, 5.0), (16, 7.0))
