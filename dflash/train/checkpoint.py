@@ -4,9 +4,8 @@
 <run>/checkpoints/step-00001000/
     model.safetensors     the drafter's fp32 master weights
     optimizer.pt          optimiser and generator state, kept rows of replay (read with weights_only=True)
-    checkpoint.json       step, place in the data, configs, environment, SHA-256 of these files and of itself
-```
     checkpoint.json       step, place in the data, configs, environment, SHA-256 of these two and of itself
+```
 """
 
 from __future__ import annotations
@@ -139,19 +138,28 @@ def load(path: Path) -> Snapshot:
     Raises:
         IntegrityError: a file is missing or differs from its digest.
     """
-    record = _read_record(path)
-    for name in (WEIGHTS, OPTIMIZER):
-        expected, found = record["files"].get(name), _sha256(path / name)
-        if expected != found:
-            raise IntegrityError(
-                f"{name} of checkpoint {path} has SHA-256 {found}, its record says {expected}. "
-                "Resume from an older one."
-            )
+    record = read_record(path)
+    _check_files(path, record, (WEIGHTS, OPTIMIZER))
     optimizer = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
     return Snapshot(record["step"], load_file(path / WEIGHTS), optimizer, record)
 
 
-def _read_record(path: Path) -> dict[str, Any]:
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """Read only the drafter's weights of a checkpoint and check them; the optimiser's state may be absent.
+
+    Raises:
+        IntegrityError: the record or the weights are missing or differ from their digest.
+    """
+    _check_files(path, read_record(path), (WEIGHTS,))
+    return load_file(path / WEIGHTS)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Read what a checkpoint says about itself.
+
+    Raises:
+        IntegrityError: it is missing, no record, or differs from its digest.
+    """
     try:
         outer = json.loads((path / RECORD).read_text(encoding="utf-8"))
         record, expected = outer["record"], outer["sha256"]
@@ -163,6 +171,16 @@ def _read_record(path: Path) -> dict[str, Any]:
     if not whole or _record_digest(record) != expected:
         raise IntegrityError(f"{RECORD} of checkpoint {path} differs from its digest. Resume from an older one.")
     return dict(record)
+
+
+def _check_files(path: Path, record: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        expected, found = record["files"].get(name), _sha256(path / name)
+        if expected != found:
+            raise IntegrityError(
+                f"{name} of checkpoint {path} has SHA-256 {found}, its record says {expected}. "
+                "Resume from an older one."
+            )
 
 
 def _record_digest(record: Mapping[str, Any]) -> str:

@@ -25,6 +25,9 @@ class DrafterChoices(RunModel):
     )
     sliding_window: int | None = Field(default=None, ge=1, description="Window of all layers but the last.")
     intermediate_size: int | None = Field(default=None, ge=1, description="Width of the MLP; default the target's.")
+    num_attention_heads: int | None = Field(default=None, ge=1, description="Query heads; default the target's.")
+    num_key_value_heads: int | None = Field(default=None, ge=1, description="Key/value heads; default the target's.")
+    head_dim: int | None = Field(default=None, ge=2, description="Size of one head; default the target's.")
     mask_token_id: int | None = Field(default=None, ge=0, description="Id that fills the predicted slots.")
 
     def chosen(self) -> dict[str, Any]:
