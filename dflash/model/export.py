@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from dflash.model.layout import DrafterConfig, tensor_shapes
 from dflash.model.speculators_layout import Verifier, from_speculators, to_speculators
 
 ExportFormat = Literal["sglang", "vllm", "speculators"]
+Describe = Callable[[Path], Mapping[str, str]]
 
 # What the speculators layout ships beside the drafter's own tensors.
 TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight")
@@ -58,12 +59,14 @@ class ExportOptions:
         dtype: of the weights in the file.
         target: required by the speculators layout, unused otherwise.
         documents: further text files of the folder by name, such as README.md.
+        describe: gets the folder once it is written and checked, before it has its name, and gives more documents.
     """
 
     layout: ExportFormat
     dtype: torch.dtype = torch.bfloat16
     target: TargetParts | None = None
     documents: Mapping[str, str] = field(default_factory=dict)
+    describe: Describe | None = None
 
 
 def export_drafter(drafter: Drafter, folder: Path, options: ExportOptions) -> None:
@@ -87,8 +90,12 @@ def export_drafter(drafter: Drafter, folder: Path, options: ExportOptions) -> No
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
     partial.mkdir(parents=True)
     try:
-        _write(partial, tensors, config, options.documents)
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        _write_texts(partial, {"config.json": json.dumps(config, indent=2) + "\n", **_named(options.documents)})
         _compare(partial, tensors, config, drafter.config)
+        if options.describe is not None:
+            _write_texts(partial, _named(options.describe(partial)))
+        _flush(partial)
         partial.rename(folder)
     except OSError as error:
         raise ModelError(f"the export to {folder} failed: {error}") from error
@@ -109,7 +116,22 @@ def load_drafter(folder: Path, attention: Backend = "sdpa", dtype: torch.dtype =
     """
     config = read_config(folder)
     tensors = {name: tensor for name, tensor in _read_tensors(folder).items() if name not in TARGET_TENSORS}
-    _check_tensors(tensors, config, str(folder))
+    return drafter_of(tensors, config, str(folder), attention, dtype)
+
+
+def drafter_of(
+    tensors: Mapping[str, Tensor],
+    config: DrafterConfig,
+    where: str,
+    attention: Backend = "sdpa",
+    dtype: torch.dtype = torch.float32,
+) -> Drafter:
+    """Build a drafter from its tensors, without drawing weights first.
+
+    Raises:
+        ModelError: tensors are missing, unexpected or of another shape; `where` says whose.
+    """
+    _check_tensors(tensors, config, where)
     with torch.device("meta"):
         drafter = Drafter(config, attention)
     drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, strict=True, assign=True)
@@ -171,15 +193,21 @@ def _check_tensors(tensors: Mapping[str, Tensor], config: DrafterConfig, where: 
         )
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], documents: Mapping[str, str]) -> None:
-    """Write all files and make them durable before the folder gets its name."""
+def _named(documents: Mapping[str, str]) -> Mapping[str, str]:
+    """The documents, if each has a plain name of its own."""
     for name in documents:
         if Path(name).name != name or name in {"config.json", "model.safetensors"}:
             raise ModelError(f"a document of an export needs a plain name of its own, found {name!r}")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    texts = {"config.json": json.dumps(config, indent=2) + "\n", **documents}
+    return documents
+
+
+def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+def _flush(folder: Path) -> None:
+    """Make all files durable before the folder gets its name."""
     for path in (*folder.iterdir(), folder):
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import transformers
 from dflash.model.drafter import Drafter
 from dflash.model.features import Target
 from dflash.model.layout import DrafterConfig
+from tests.eval.small_run import SmallRun, write_prompts, write_target
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -80,3 +82,14 @@ def random_drafter() -> Callable[[Target], Drafter]:
         return drafter
 
     return build
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def small_run(tmp_path: Path, target_folder: Path) -> SmallRun:
+    """A run without checkpoints yet."""
+    return SmallRun(tmp_path / "run", target_folder, write_prompts(tmp_path / "prompts.jsonl"))

@@ -1,0 +1,123 @@
+"""The model card: what a drafter was trained on, for which target, how well it drafts, how to serve it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dflash.eval.config import ExportRun
+from dflash.eval.record import EvaluationRecord
+from dflash.eval.subject import Subject
+from dflash.eval.table import markdown, markdown_table
+from dflash.model.layout import trainable_parameters
+
+CARD: Final = "README.md"
+_UNKNOWN: Final = "not recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class Remeasured:
+    """tau of the checkpoint and of the exported files, on the same prompts.
+
+    Attributes:
+        num_prompts: how many.
+        tau_before: of the checkpoint's fp32 weights.
+        tau_after: of the weights in the exported file.
+    """
+
+    num_prompts: int
+    tau_before: float
+    tau_after: float
+
+
+def model_card(
+    run: ExportRun,
+    subject: Subject,
+    evaluation: EvaluationRecord | None,
+    target: str | None,
+    remeasured: Remeasured | None,
+) -> str:
+    """Write the card as Markdown with the YAML header that hubs read."""
+    return "\n".join(_lines(run, subject, evaluation, target or _UNKNOWN, remeasured)) + "\n"
+
+
+def _lines(
+    run: ExportRun, subject: Subject, evaluation: EvaluationRecord | None, target: str, remeasured: Remeasured | None
+) -> Iterator[str]:
+    config, data = subject.config, subject.record.get("data") or {}
+    yield from ("---", f"base_model: {json.dumps(target)}", "tags: [speculative-decoding, dflash]", "---", "")
+    yield from (f"# DFlash drafter for {target}", "")
+    yield "A block-diffusion drafter for speculative decoding (arXiv 2602.06036). It drafts only for this target."
+    yield from ("", "## What it is", "")
+    yield _facts(
+        {
+            "target": target,
+            "thinking mode of the training data": _counts(data.get("thinking")),
+            "thinking mode of the evaluation": _counts(None if evaluation is None else evaluation.prompts.thinking),
+            "parameters": f"{trainable_parameters(config):,}",
+            "layers": ", ".join(config.layer_types),
+            "block size": f"{config.block_size} (drafts {config.num_draft_tokens} tokens)",
+            "sliding window": str(config.sliding_window),
+            "target layers (0-based)": ", ".join(map(str, config.target_layer_ids)),
+            "mask token id": str(config.mask_token_id),
+            "weights": f"{run.dtype}, layout {run.format}",
+        }
+    )
+    yield from ("", "## Trained on", "")
+    yield _facts(_training(subject, data))
+    yield from ("", "## Acceptance", "")
+    yield "Nobody evaluated this drafter." if evaluation is None else markdown(evaluation)
+    yield from ("", _remeasured(remeasured), "", "## How to serve", "", _serving(run, target, config.num_draft_tokens))
+    environment: Mapping[str, str] = subject.record.get("environment") or {}
+    yield from ("", "## Environment of the training", "", _facts(dict(sorted(environment.items()))))
+
+
+def _training(subject: Subject, data: Mapping[str, Any]) -> dict[str, str]:
+    train: Mapping[str, Any] = subject.record.get("config") or {}
+    optimizer, loss = train.get("optimizer") or {}, train.get("loss") or {}
+    progress: Mapping[str, Any] = subject.record.get("progress") or {}
+    tokens = (progress.get("batch") or {}).get("num_tokens")
+    return {
+        "dataset version": str(data.get("manifest", _UNKNOWN)),
+        "manifest digest": str(data.get("manifest_digest", _UNKNOWN)),
+        "rows": f"{data['num_rows']:,}" if "num_rows" in data else _UNKNOWN,
+        "tokenizer fingerprint": str(data.get("tokenizer_fingerprint", _UNKNOWN)),
+        "chat template fingerprint": str(data.get("template_fingerprint", _UNKNOWN)),
+        "step": f"{subject.step:,}",
+        "tokens seen": _UNKNOWN if tokens is None else f"{tokens:,}",
+        "objective": f"{loss.get('objective', _UNKNOWN)}, {loss.get('weighting', _UNKNOWN)}",
+        "learning rate": str(optimizer.get("learning_rate", _UNKNOWN)),
+        "pack": f"{train.get('pack_tokens', _UNKNOWN)} tokens, {train.get('num_anchors', _UNKNOWN)} anchors",
+        "seed": str(train.get("seed", _UNKNOWN)),
+        "weights SHA-256 (checkpoint)": subject.weights_sha256,
+    }
+
+
+def _remeasured(found: Remeasured | None) -> str:
+    if found is None:
+        return "The exported file was compared with the checkpoint tensor by tensor; tau was not measured again."
+    return (
+        f"On {found.num_prompts} prompts tau was {found.tau_before:.3f} with the checkpoint's weights and "
+        f"{found.tau_after:.3f} with those of this file."
+    )
+
+
+def _serving(run: ExportRun, target: str, num_draft_tokens: int) -> str:
+    settings = json.dumps({"method": "dflash", "model": "DRAFTER", "num_speculative_tokens": num_draft_tokens})
+    sglang = (
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH "
+        "--speculative-draft-model-path DRAFTER"
+    )
+    vllm = f"vllm serve {target} --speculative-config '{settings}'"
+    shown = {"sglang": (sglang, vllm), "vllm": (vllm, sglang), "speculators": (vllm,)}[run.format]
+    return "DRAFTER is this folder.\n\n```\n" + "\n".join(shown) + "\n```"
+
+
+def _counts(counts: Mapping[str, int] | None) -> str:
+    return ", ".join(f"{name}: {count:,}" for name, count in counts.items()) if counts else _UNKNOWN
+
+
+def _facts(facts: Mapping[str, str]) -> str:
+    return markdown_table(("", ""), list(facts.items()))

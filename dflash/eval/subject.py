@@ -1,0 +1,138 @@
+"""The drafter under evaluation: a checkpoint, the newest one of a run, or an export; local or on S3."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from pydantic import ValidationError
+
+from dflash.errors import IntegrityError, ObjectNotFoundError, UsageError
+from dflash.model.drafter import Drafter
+from dflash.model.export import drafter_of, load_drafter, read_config
+from dflash.model.layout import DrafterConfig
+from dflash.storage import S3Credentials, Store, open_store
+from dflash.train.checkpoint import RECORD, WEIGHTS, load_weights, read_record
+
+EXPORT_CONFIG: Final = "config.json"
+_STEP: Final = re.compile(r"(?:(?:.*/)?)(step-\d{8,})/" + re.escape(RECORD))
+_MAX_TEXT_BYTES: Final = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A drafter on disk.
+
+    Attributes:
+        store: where it lies; its evaluation goes there too.
+        folder: local files, checked copies where the store is on S3.
+        weights_sha256: SHA-256 (hex) of model.safetensors.
+        config: its network.
+        step: optimiser steps; None for an export.
+        draft_ids: ids that it may say; None for all.
+        record: what the checkpoint says about itself; empty for an export.
+    """
+
+    store: Store
+    folder: Path
+    weights_sha256: str
+    config: DrafterConfig
+    step: int | None
+    draft_ids: tuple[int, ...] | None
+    record: Mapping[str, Any]
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether it is a checkpoint of a training run."""
+        return self.step is not None
+
+    @property
+    def target(self) -> str | None:
+        """Folder or id of the target as the training named it; None where nobody recorded it."""
+        name = (self.record.get("data") or {}).get("target")
+        return name if isinstance(name, str) and name else None
+
+    def load(self, dtype: torch.dtype = torch.float32) -> Drafter:
+        """Load the network on the CPU.
+
+        Raises:
+            IntegrityError: the weights differ from their digest.
+            ModelError: they don't fit the configuration.
+        """
+        if not self.is_checkpoint:
+            return load_drafter(self.folder, dtype=dtype)
+        return drafter_of(load_weights(self.folder), self.config, self.store.uri, dtype=dtype)
+
+
+def open_subject(uri: str, credentials: S3Credentials | None, cache: Path) -> Subject:
+    """Find a drafter; on S3 its files are copied into the cache and checked.
+
+    Args:
+        uri: a checkpoint, an export, or a run folder, whose newest checkpoint is taken.
+        credentials: for S3.
+        cache: folder of checked copies.
+
+    Raises:
+        UsageError: there is none of these.
+        IntegrityError: its files are damaged.
+    """
+    store = open_store(uri, credentials)
+    names = {info.key for info in store.list()}
+    if RECORD in names:
+        return _checkpoint(store, cache)
+    if EXPORT_CONFIG in names:
+        return _export(store, names, cache)
+    steps = sorted((match.group(1), key) for key in names if (match := _STEP.fullmatch(key)))
+    if steps:
+        return _checkpoint(open_store(f"{store.uri}/{steps[-1][1].removesuffix('/' + RECORD)}", credentials), cache)
+    raise UsageError(
+        f"{uri} holds no drafter. Expected a checkpoint ({RECORD}), a run with checkpoints/step-*, or an export "
+        f"({EXPORT_CONFIG}); found {', '.join(sorted(names)[:5]) or 'nothing'}."
+    )
+
+
+def _checkpoint(store: Store, cache: Path) -> Subject:
+    folder = _local_folder(store, RECORD)
+    if folder is None:
+        data = store.read(RECORD, max_bytes=_MAX_TEXT_BYTES)
+        folder = cache / "checkpoints" / hashlib.sha256(data).hexdigest()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RECORD).write_bytes(data)
+    record = read_record(folder)
+    digest = record["files"].get(WEIGHTS)
+    if not (folder / WEIGHTS).is_file() and isinstance(digest, str):
+        store.download(f"{digest}.{WEIGHTS}", folder / WEIGHTS, sha256=digest)  # named as `train.checkpoint_store` does
+    try:
+        config = DrafterConfig.model_validate(record["drafter"])
+        ids = record["draft_ids"]
+        draft_ids = None if ids is None else tuple(int(one) for one in ids)
+    except (KeyError, TypeError, ValueError, ValidationError) as error:
+        raise IntegrityError(f"{RECORD} of {store.uri} doesn't describe a drafter: {error}") from error
+    return Subject(store, folder, str(digest), config, record["step"], draft_ids, record)
+
+
+def _export(store: Store, names: set[str], cache: Path) -> Subject:
+    folder = _local_folder(store, EXPORT_CONFIG)
+    if folder is None:
+        wanted = [store.head(name) for name in sorted(names) if name == EXPORT_CONFIG or name.endswith(".safetensors")]
+        marks = "\n".join(f"{info.key} {info.size} {info.etag}" for info in wanted)
+        folder = cache / "exports" / hashlib.sha256(f"{store.uri}\n{marks}".encode()).hexdigest()
+        for info in wanted:
+            if not (folder / info.key).is_file():
+                store.download(info.key, folder / info.key, expect=info)
+    weights = folder / WEIGHTS
+    if not weights.is_file():
+        raise ObjectNotFoundError(f"{store.uri}/{WEIGHTS} is missing: the export is not whole.")
+    with weights.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return Subject(store, folder, digest, read_config(folder), None, None, {})
+
+
+def _local_folder(store: Store, name: str) -> Path | None:
+    path = store.local_path(name)
+    return None if path is None else path.parent
