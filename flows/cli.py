@@ -11,6 +11,7 @@ from flows.cli_backup import backup_command, gc_command, restore_command, rollba
 from flows.cli_data import inspect_command, tokenize_command, verify_command
 from flows.cli_demo import demo_command
 from flows.cli_stack import down, status, up
+from flows.cli_train import train_command
 from flows.cli_versions import adopt_command, diff_command, merge_command, versions_command
 
 app = typer.Typer(
@@ -35,6 +36,7 @@ app.command("rollback")(rollback_command)
 app.command("gc")(gc_command)
 app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)
+app.command("train")(train_command)
 
 
 def main() -> None:

@@ -15,9 +15,14 @@ def project() -> Path:
     return Path.cwd()
 
 
+def home() -> Path:
+    """Folder of caches and of what runs keep on this machine."""
+    return Path(os.environ.get("DFLASH_HOME", project() / ".dflash"))
+
+
 def cache() -> Path:
     """Folder of checked copies of immutable objects."""
-    return Path(os.environ.get("DFLASH_HOME", project() / ".dflash")) / "cache"
+    return home() / "cache"
 
 
 def orchestrator() -> AbstractContextManager[None]:

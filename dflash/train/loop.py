@@ -8,7 +8,7 @@ steps bit for bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -23,22 +23,15 @@ from dflash.model.drafter import Drafter
 from dflash.train.checkpoint import CheckpointFolder, Snapshot, load
 from dflash.train.config import TrainConfig
 from dflash.train.engine import Engine, StepReport
-from dflash.train.environment import difference_table, differences, fingerprint
+from dflash.train.environment import fingerprint
 from dflash.train.metrics import MetricsWriter
 from dflash.train.replay import FeatureModel, Features
+from dflash.train.resume import DataIdentity, check_resumable
 from dflash.train.sharding import full_state, load_full_state
 from dflash.train.vocabulary import DraftVocabulary, commonest_ids
 from dflash.train.world import World
 
 CHECKPOINTS = "checkpoints"
-
-# Settings that a resumed run may change: when it ends, what it keeps, how it computes; not what it computes.
-_MAY_CHANGE = frozenset(
-    {
-        *("num_epochs", "max_steps", "max_seconds", "max_skipped_rows", "checkpoint_every", "keep_checkpoints"),
-        *("accept_env_change", "attention", "sharding", "accumulation", "recompute"),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +42,13 @@ class Hooks:
         should_stop: asked before each step; true saves a checkpoint and ends the run as resumable.
         upload: takes each finished checkpoint elsewhere, in a background thread of rank 0.
         on_step: gets each step's metrics on rank 0.
+        identity: what the run is trained on; kept in its checkpoints, and the same when it is resumed.
     """
 
     should_stop: Callable[[], bool] = lambda: False
     upload: Callable[[Path], None] | None = None
     on_step: Callable[[dict[str, Any]], None] | None = None
+    identity: DataIdentity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +99,7 @@ class Run:
     Raises:
         TrainingError: the environment changed since the checkpoint and `accept_env_change` is off.
         UsageError: the settings can't go together, or differ from the checkpoint's.
+        IncompatibleError: the checkpoint was trained on other data.
     """
 
     def __init__(
@@ -127,7 +123,7 @@ class Run:
         latest = self._folder.latest()
         snapshot = None if latest is None else load(latest)
         if snapshot is not None:
-            self._check_resumable(snapshot.record)
+            check_resumable(snapshot.record, config, self._hooks.identity, fingerprint(), run_dir)
         device = target.head_VH.device
         features = Features(target, config.replay, device)
         vocabulary = self._vocabulary(snapshot, drafter.config.vocab_size, device)
@@ -147,6 +143,9 @@ class Run:
         try:
             status = self._steps(metrics)
             checkpoint = self._save()
+        except BaseException as error:
+            self._finish_uploads(error)
+            raise
         finally:
             if metrics is not None:
                 metrics.close()
@@ -155,6 +154,13 @@ class Run:
         return TrainResult(
             status, done.step, checkpoint, self._last_loss, done.skipped_rows, done.seconds, self.engine.halved
         )
+
+    def _finish_uploads(self, error: BaseException) -> None:
+        """Wait for the checkpoints that are being uploaded; an error of theirs must not hide why the run ended."""
+        try:
+            self._folder.close()
+        except TrainingError as second:
+            error.add_note(str(second))
 
     def _steps(self, metrics: MetricsWriter | None) -> Literal["finished", "stopped"]:
         config = self.config
@@ -223,6 +229,7 @@ class Run:
         row = {
             "step": done.step,
             "epoch": done.batch.epoch,
+            "done": round(min(self._done_share(done), 1.0), 6),
             "loss": self._last_loss,
             "accuracy": accuracy,
             "grad_norm": report.grad_norm,
@@ -253,6 +260,7 @@ class Run:
                 "draft_ids": None if engine.vocabulary is None else engine.vocabulary.ids_D.tolist(),
                 "halved": engine.halved,
                 "environment": fingerprint(),
+                "data": None if self._hooks.identity is None else self._hooks.identity.to_json(),
             }
             state = {"optimizer": optimizer, "replay": engine.features.state_dict()}
             self._folder.save(Snapshot(self.progress.step, weights, state, record))
@@ -267,22 +275,6 @@ class Run:
         self.engine.halved = bool(snapshot.record["halved"])
         fields = dict(snapshot.record["progress"])
         self.progress = Progress(**{**fields, "batch": BatchState.from_json(fields["batch"])})
-
-    def _check_resumable(self, record: Mapping[str, Any]) -> None:
-        changes = differences(record["environment"], fingerprint())
-        if changes and not self.config.accept_env_change:
-            raise TrainingError(
-                "The environment changed since the checkpoint, so the run may not go on as it was:\n"
-                f"{difference_table(changes)}\nSet accept_env_change (--accept-env-change) to go on all the same."
-            )
-        before, now = record["config"], self.config.model_dump(mode="json")
-        changed = [name for name in now if name not in _MAY_CHANGE and before.get(name) != now[name]]
-        if changed:
-            pairs = ", ".join(f"{name}: {before.get(name)!r} -> {now[name]!r}" for name in changed)
-            raise UsageError(
-                f"The run in {self._run_dir} was made with other settings ({pairs}), so it can't go on with these. "
-                "Use the old settings, or another run folder."
-            )
 
     def _vocabulary(self, snapshot: Snapshot | None, vocab_size: int, device: torch.device) -> DraftVocabulary | None:
         size = self.config.draft_vocab_size

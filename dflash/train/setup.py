@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from dflash.errors import UsageError
 from dflash.model.drafter import Drafter
 from dflash.model.features import Target
 from dflash.model.layout import DrafterConfig
@@ -13,21 +12,6 @@ from dflash.train.config import TrainConfig
 from dflash.train.seeds import named_generator
 from dflash.train.sharding import shard
 from dflash.train.world import World
-
-
-def drafter_config(config: TrainConfig, text_config: object) -> DrafterConfig:
-    """Derive the drafter's network from the run's choices and the target's configuration.
-
-    Raises:
-        UsageError: the mask id isn't chosen; which id is free only the tokenizer knows.
-        ModelError: a choice doesn't fit the target.
-    """
-    if config.drafter.mask_token_id is None:
-        raise UsageError(
-            "drafter.mask_token_id is missing. Give an id that the target never writes: the tokenizer's mask token, "
-            "else the first embedding row without a token, else the padding id."
-        )
-    return DrafterConfig.for_target(text_config, **config.drafter.chosen())
 
 
 def build_drafter(config: TrainConfig, network: DrafterConfig, target: Target) -> Drafter:

@@ -15,7 +15,8 @@ from dflash.model.features import Target
 from dflash.train.checkpoint import load
 from dflash.train.config import DrafterChoices, OptimizerConfig, ReplayConfig, TrainConfig
 from dflash.train.loop import Run
-from dflash.train.setup import build_drafter, drafter_config
+from dflash.train.preflight import drafter_config
+from dflash.train.setup import build_drafter
 
 NEW_TOKENS = 32
 

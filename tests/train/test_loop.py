@@ -17,8 +17,8 @@ from dflash.model.drafter import Drafter
 from dflash.train import loop
 from dflash.train.checkpoint import load
 from dflash.train.config import LossConfig, OptimizerConfig, ReplayConfig, TrainConfig
+from dflash.train.curves import plot_metrics, read_metrics
 from dflash.train.loop import Hooks, Run, TrainResult
-from dflash.train.metrics import plot_metrics, read_metrics
 from dflash.train.stopping import stop_on_signal
 
 MakeDrafter = Callable[[], Drafter]

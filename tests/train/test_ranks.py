@@ -16,8 +16,8 @@ from dflash.model.drafter import Drafter
 from dflash.train import loop
 from dflash.train.checkpoint import CheckpointFolder, Snapshot, load
 from dflash.train.config import OptimizerConfig, ReplayConfig, TrainConfig
+from dflash.train.curves import read_metrics
 from dflash.train.loop import Run
-from dflash.train.metrics import read_metrics
 from dflash.train.world import World
 
 

@@ -1,0 +1,73 @@
+"""The metrics of a run as they lie in its folder, and the picture of them; read on machines without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+METRICS, PICTURE = "metrics.jsonl", "curves.png"
+_CURVES = (("loss", "loss"), ("accuracy", "share of slots right"), ("learning_rate", "learning rate"))
+_MAX_POINTS = 2000
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Read a run's metrics; a last line that a crash cut is left out."""
+    path = run_dir / METRICS
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def metrics_until(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """Read the metrics of the steps up to one."""
+    return [row for row in read_metrics(run_dir) if row["step"] <= step]
+
+
+class MetricsTail:
+    """Reads what a running trainer has written since the last look.
+
+    Args:
+        run_dir: of the run; the file may not be there yet, and a resumed run may cut it.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / METRICS
+        self._offset = 0
+
+    def newest(self) -> dict[str, Any] | None:
+        """Return the last whole line since the last call; None where there is none."""
+        try:
+            size = self._path.stat().st_size
+        except FileNotFoundError:
+            return None
+        if size < self._offset:
+            self._offset = 0
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        lines = whole.splitlines()
+        row: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
+        return row
+
+
+def plot_metrics(run_dir: Path, picture: Path) -> None:
+    """Draw loss, accuracy and learning rate over the steps into a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = read_metrics(run_dir)
+    rows = rows[:: 1 + len(rows) // _MAX_POINTS]
+    figure = Figure(figsize=(12, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (name, label) in zip(figure.subplots(1, len(_CURVES)), _CURVES, strict=True):
+        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        axes.plot([step for step, _ in points], [value for _, value in points], linewidth=1)
+        axes.set_xlabel("step")
+        axes.set_title(label)
+        axes.grid(alpha=0.3)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=110)

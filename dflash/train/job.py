@@ -1,0 +1,236 @@
+"""A whole training run: from its parameters to checkpoints at its output.
+
+Runs in each rank. Nothing is loaded before version, environment and memory are checked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from dflash.data.copying import put_current
+from dflash.data.dataset import DatasetRoot
+from dflash.data.version_shards import VersionShards
+from dflash.errors import TrainingError, UsageError
+from dflash.model.features import Target
+from dflash.storage import S3Credentials, join_uri, open_store, parse_uri
+from dflash.train.checkpoint import CheckpointFolder, read_record
+from dflash.train.checkpoint_store import CheckpointStore
+from dflash.train.curves import METRICS, PICTURE, plot_metrics
+from dflash.train.environment import fingerprint
+from dflash.train.launch import run_dir_of
+from dflash.train.loop import CHECKPOINTS, Hooks, Run, TrainResult
+from dflash.train.memory import TargetShape, check_memory
+from dflash.train.preflight import Prepared, prepare
+from dflash.train.resume import DataIdentity, check_resumable
+from dflash.train.run import TrainRun
+from dflash.train.setup import build_drafter
+from dflash.train.world import World
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a run finds and keeps things on this machine.
+
+    Attributes:
+        work: folder for run folders whose output is on S3, and for downloads.
+        credentials: for S3; None takes the client's own chain.
+    """
+
+    work: Path
+    credentials: S3Credentials | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """How a caller follows a run; see `dflash.train.loop.Hooks`."""
+
+    should_stop: Callable[[], bool] = lambda: False
+    on_step: Callable[[dict[str, Any]], None] | None = None
+
+
+def train_run(run: TrainRun, places: Places, watch: Watch, device: torch.device) -> dict[str, Any]:
+    """Train, or go on, until the end or until asked to stop.
+
+    Args:
+        run: the parameters.
+        places: folders and credentials.
+        watch: stop and progress.
+        device: of this rank.
+
+    Returns:
+        JSON: how it ended, where the newest checkpoint is, and on what it was trained.
+
+    Raises:
+        TrainingError: memory, environment or numbers stop the run, or it is running already.
+        UsageError: parameters that can't go together, also with the checkpoint's.
+        DflashError: data, target or store can't be used; see `prepare`.
+    """
+    world, run_dir = World.current(), run_dir_of(run.output, places.work)
+    root = DatasetRoot.open(run.dataset, places.credentials, places.work / "cache")
+    ready = prepare(run, root)
+    identity = DataIdentity.of(run.dataset, ready.manifest, run.target)
+    with _only_one(run_dir, run.stop_grace_s) if world.is_first else _nothing():
+        mirror = _mirror(run, places)
+        if world.is_first:
+            _bring_up_to_date(mirror, run_dir)
+        world.barrier()
+        _guard(run_dir, ready, identity)
+        shape = _check_device(run, ready, device, world.size)
+        source = VersionShards(root, ready.manifest, _shard_folder(places, run_dir, world), run.shard_cache_bytes)
+        target = Target.load(
+            run.target, ready.network.target_layer_ids, device, shape, trust_remote_code=run.trust_remote_code
+        )
+        drafter = build_drafter(ready.config, ready.network, target)
+        hooks = Hooks(watch.should_stop, None if mirror is None else mirror.upload, watch.on_step, identity)
+        result = Run(ready.config, target, drafter, source, run_dir, hooks).train()
+        if result.status == "finished":
+            source.close()
+        return _finish(run, places, result, identity) if world.is_first else {}
+
+
+def pick_device(choice: str, local_rank: int) -> torch.device:
+    """Return the device of a rank.
+
+    Raises:
+        UsageError: CUDA is wanted and there is none for this rank.
+    """
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UsageError(
+            f"Rank {local_rank} has no CUDA device: {torch.cuda.device_count()} are visible. Lower num_processes, or "
+            "set device to cpu."
+        )
+    return torch.device("cuda", local_rank)
+
+
+def target_shape(text_config: Any, dtype: torch.dtype) -> TargetShape:
+    """Count a target's parameters by its architecture, without memory for them."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(text_config)
+    return TargetShape(
+        num_parameters=sum(weight.numel() for weight in model.parameters()),
+        hidden_size=int(text_config.hidden_size),
+        intermediate_size=int(getattr(text_config, "intermediate_size", None) or 4 * text_config.hidden_size),
+        bytes_per_value=dtype.itemsize,
+    )
+
+
+def _mirror(run: TrainRun, places: Places) -> CheckpointStore | None:
+    if parse_uri(run.output).scheme == "file":
+        return None
+    store = open_store(join_uri(run.output, CHECKPOINTS), places.credentials)
+    return CheckpointStore(store, run.train.keep_checkpoints)
+
+
+def _bring_up_to_date(mirror: CheckpointStore | None, run_dir: Path) -> None:
+    """Make the newest checkpoint be both here and at the output, wherever it is now."""
+    folder = run_dir / CHECKPOINTS
+    latest = CheckpointFolder(folder).latest()
+    if mirror is None:
+        return
+    here = -1 if latest is None else int(latest.name.removeprefix("step-"))
+    there = max(mirror.steps(), default=-1)
+    if there > here:
+        log.info("taking checkpoint %d from %s", there, mirror.store.uri)
+        mirror.fetch(there, folder)
+        mirror.fetch_metrics(there, run_dir)
+    elif latest is not None and here > there:
+        log.info("uploading checkpoint %d, which an earlier run didn't finish", here)
+        mirror.upload(latest)
+
+
+def _guard(run_dir: Path, ready: Prepared, identity: DataIdentity) -> None:
+    """Refuse to go on from a checkpoint of something else before the target is loaded."""
+    latest = CheckpointFolder(run_dir / CHECKPOINTS).latest()
+    if latest is not None:
+        check_resumable(read_record(latest), ready.config, identity, fingerprint(), run_dir)
+
+
+def _check_device(run: TrainRun, ready: Prepared, device: torch.device, world_size: int) -> torch.dtype:
+    """Check the memory of the device; return what the target is loaded as."""
+    on_gpu = device.type == "cuda"
+    names: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    dtype = names.get(run.dtype, torch.bfloat16 if on_gpu else torch.float32)
+    total = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
+    shape = target_shape(ready.text_config, dtype)
+    environment = {} if on_gpu else {"environment_bytes": 500_000_000}
+    plan = check_memory(ready.config, ready.network, shape, total, world_size=world_size, **environment)
+    log.info("memory: %.1f GB of %.1f GB planned on %s", plan.total_bytes / 1e9, total / 1e9, device)
+    return dtype
+
+
+def _finish(run: TrainRun, places: Places, result: TrainResult, identity: DataIdentity) -> dict[str, Any]:
+    """Draw the curves, write the summary beside them, and put both to the output."""
+    run_dir = run_dir_of(run.output, places.work)
+    plot_metrics(run_dir, run_dir / PICTURE)
+    step = result.checkpoint.name
+    summary = asdict(result) | {
+        "output": run.output,
+        "run_dir": str(run_dir),
+        "checkpoint": join_uri(run.output, CHECKPOINTS, step),
+        "data": identity.to_json(),
+    }
+    text = json.dumps(summary, indent=1, sort_keys=True) + "\n"
+    (run_dir / "result.json").write_text(text, encoding="utf-8")
+    if parse_uri(run.output).scheme == "s3":
+        store = open_store(run.output, places.credentials)
+        for name in (METRICS, PICTURE, "result.json"):
+            put_current(store, name, (run_dir / name).read_bytes())
+    return summary
+
+
+def _shard_folder(places: Places, run_dir: Path, world: World) -> Path:
+    return places.work / "shards" / f"{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}-{world.rank}"
+
+
+@contextmanager
+def _only_one(run_dir: Path, wait_s: float) -> Iterator[None]:
+    """Hold a run folder alone; a trainer that is still saving its last checkpoint is waited for.
+
+    Raises:
+        TrainingError: another trainer has the folder for longer than that.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(run_dir / ".lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + wait_s
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TrainingError(
+                        f"Another trainer has worked in {run_dir} for {wait_s:.0f} s. Let it end, or choose another "
+                        "output."
+                    ) from None
+                time.sleep(0.2)
+        for leftover in run_dir.glob(f"{CHECKPOINTS}/.building-*"):
+            shutil.rmtree(leftover)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

@@ -1,0 +1,118 @@
+"""What a run was made of, and whether it may go on from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash.errors import IncompatibleError, TrainingError, UsageError
+from dflash.manifest import Manifest
+from dflash.train.config import TrainConfig
+from dflash.train.environment import difference_table, differences
+
+# Settings that a resumed run may change: when it ends, what it keeps, how it computes; not what it computes.
+_MAY_CHANGE = frozenset(
+    {
+        *("num_epochs", "max_steps", "max_seconds", "max_skipped_rows", "checkpoint_every", "keep_checkpoints"),
+        *("accept_env_change", "attention", "sharding", "accumulation", "recompute"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DataIdentity:
+    """The data and the target of a run; kept in each checkpoint, and by it in the model card of an export.
+
+    Attributes:
+        dataset: root of the dataset.
+        version: number of the version.
+        manifest: its name, which holds the start of its digest.
+        manifest_digest: SHA-256 over content and settings of the version.
+        num_rows: of the version.
+        tokenizer_fingerprint: of the tokenizer that made the ids.
+        template_fingerprint: of its chat template.
+        thinking: rows by `enable_thinking` as their requests had it; empty where the version doesn't say.
+        target: folder or id.
+    """
+
+    dataset: str
+    version: int
+    manifest: str
+    manifest_digest: str
+    num_rows: int
+    tokenizer_fingerprint: str
+    template_fingerprint: str
+    thinking: dict[str, int]
+    target: str
+
+    @classmethod
+    def of(cls, dataset: str, manifest: Manifest, target: str) -> DataIdentity:
+        """Describe a run over a version."""
+        return cls(
+            dataset=dataset,
+            version=manifest.version,
+            manifest=manifest.name,
+            manifest_digest=manifest.digest,
+            num_rows=manifest.counts.num_rows,
+            tokenizer_fingerprint=manifest.tokenizer.fingerprint,
+            template_fingerprint=manifest.tokenizer.template_fingerprint,
+            thinking=dict(manifest.notes.get("thinking", {})),
+            target=target,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+# The same bytes may be known by another path on another machine; what was read is compared by digest.
+_PLACES = frozenset({"dataset", "target"})
+
+
+def check_resumable(
+    record: Mapping[str, Any], config: TrainConfig, identity: DataIdentity | None, here: Mapping[str, str], run: Path
+) -> None:
+    """Check that a run may go on from a checkpoint.
+
+    Args:
+        record: of the checkpoint.
+        config: of the run now.
+        identity: of the run now; None where the caller doesn't say what it trains on.
+        here: the environment's fingerprint.
+        run: the run folder, for messages.
+
+    Raises:
+        TrainingError: the environment changed and `accept_env_change` is off.
+        UsageError: settings differ that decide what is computed.
+        IncompatibleError: the data or the target differs.
+    """
+    changes = differences(record["environment"], dict(here))
+    if changes and not config.accept_env_change:
+        raise TrainingError(
+            "The environment changed since the checkpoint, so the run may not go on as it was:\n"
+            f"{difference_table(changes)}\nSet accept_env_change (--accept-env-change) to go on all the same."
+        )
+    before, now = record["config"], config.model_dump(mode="json")
+    changed = [name for name in now if name not in _MAY_CHANGE and before.get(name) != now[name]]
+    if changed:
+        pairs = ", ".join(f"{name}: {before.get(name)!r} -> {now[name]!r}" for name in changed)
+        raise UsageError(
+            f"The run in {run} was made with other settings ({pairs}), so it can't go on with these. "
+            "Use the old settings, or another run folder."
+        )
+    _check_identity(record.get("data"), identity, run)
+
+
+def _check_identity(before: Mapping[str, Any] | None, identity: DataIdentity | None, run: Path) -> None:
+    if before is None or identity is None:
+        return
+    now = identity.to_json()
+    changed = [name for name in now if name not in _PLACES and before.get(name) != now[name]]
+    if changed:
+        pairs = "\n".join(f"  {name}: {before.get(name)!r} -> {now[name]!r}" for name in changed)
+        raise IncompatibleError(
+            f"The run in {run} was trained on other data, so it can't go on with this:\n{pairs}\n"
+            f"Set version to {before['manifest']} to go on with that, or use another output to train on this."
+        )

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from dflash.errors import IncompatibleError, MemoryPlanError, TrainingError, UsageError
+from dflash.storage import join_uri, open_store
+from dflash.train import job
+from dflash.train.checkpoint import load, read_record
+from dflash.train.checkpoint_store import CheckpointStore
+from dflash.train.curves import read_metrics
+from dflash.train.job import Places, Watch, train_run
+from dflash.train.run import TrainRun
+from tests.train.tiny_run import publish_rows, tiny_run, write_target
+
+if TYPE_CHECKING:
+    from embedded.seaweedfs import SeaweedServer
+
+CPU = torch.device("cpu")
+Train = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> str:
+    publish_rows(str(tmp_path / "data"), tmp_path / "made")
+    return str(tmp_path / "data")
+
+
+@pytest.fixture
+def train(tmp_path: Path, target: Path, dataset: str) -> Train:
+    def run(
+        name: str, stop_after: int | None = None, change: dict[str, Any] | None = None, **fields: Any
+    ) -> dict[str, Any]:
+        values = tiny_run(dataset, target, str(tmp_path / name), **fields) | (change or {})
+        steps: list[int] = []
+        watch = Watch(
+            lambda: stop_after is not None and len(steps) >= stop_after, lambda row: steps.append(row["step"])
+        )
+        return train_run(TrainRun.model_validate(values), Places(tmp_path / "work"), watch, CPU)
+
+    return run
+
+
+def test_a_stopped_run_goes_on_and_ends_like_one_that_was_never_stopped(train: Train, tmp_path: Path) -> None:
+    whole = train("whole")
+    stopped = train("parts", stop_after=5)
+    assert (stopped["status"], stopped["step"]) == ("stopped", 6)
+    rest = train("parts")
+    assert (rest["status"], rest["step"]) == ("finished", whole["step"])
+    weights = [load(Path(result["checkpoint"])).weights for result in (whole, rest)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert (tmp_path / "parts" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "parts" / "result.json").read_text())["step"] == rest["step"]
+    assert read_metrics(tmp_path / "parts")[-1]["done"] == 1.0
+
+
+def test_a_checkpoint_says_what_it_was_trained_on_and_refuses_anything_else(
+    train: Train, dataset: str, tmp_path: Path
+) -> None:
+    stopped = train("run", stop_after=1)
+    data = read_record(Path(stopped["checkpoint"]))["data"]
+    assert (data["version"], data["num_rows"], data["tokenizer_fingerprint"]) == (1, 18, "f" * 64)
+    second = publish_rows(dataset, tmp_path / "made")
+    with pytest.raises(IncompatibleError, match=rf"version: 1 -> 2\n.*{data['manifest']}.* -> .*{second.name}"):
+        train("run")
+    assert train("run", change={"version": data["manifest"]}, max_steps=3)["status"] == "finished"
+
+
+def test_data_of_another_vocabulary_is_refused(train: Train, target: Path, tmp_path: Path) -> None:
+    import transformers
+
+    small = tmp_path / "small"
+    config = transformers.AutoConfig.from_pretrained(target)
+    config.vocab_size = 50
+    config.save_pretrained(small)
+    with pytest.raises(IncompatibleError, match="ids up to 94.*an embedding of 50 rows"):
+        train("run", change={"target": str(small)})
+
+
+def test_rows_beyond_the_targets_positions_are_refused(train: Train) -> None:
+    with pytest.raises(UsageError, match="no version 7"):
+        train("run", change={"version": "7"})
+    with pytest.raises(UsageError, match="512 positions"):
+        train("run", pack_tokens=600)
+
+
+def test_memory_is_checked_before_the_target_loads(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job.Target, "load", lambda *_, **__: pytest.fail("the target was loaded"))
+    with pytest.raises(MemoryPlanError, match="pack_tokens|num_anchors"):
+        train("run", pack_tokens=256, num_anchors=2**30)
+
+
+def test_a_folder_is_trained_in_by_one_trainer_at_a_time(train: Train, tmp_path: Path) -> None:
+    with (
+        job._only_one(tmp_path / "run", 0),
+        pytest.raises(TrainingError, match="Another trainer has worked in .*run for 0 s"),
+    ):
+        train("run", change={"stop_grace_s": 0.001})
+
+
+def test_a_run_on_s3_goes_on_from_there_on_another_machine(
+    s3_server: SeaweedServer, target: Path, tmp_path: Path
+) -> None:
+    s3 = s3_server.credentials
+    base = f"{s3_server.uri}/{tmp_path.name}"
+    publish_rows(f"{base}/data", tmp_path / "made", s3)
+    values = tiny_run(f"{base}/data", target, f"{base}/run", keep_checkpoints=2)
+    run = TrainRun.model_validate(values)
+    steps: list[int] = []
+    watch = Watch(lambda: len(steps) == 9, lambda row: steps.append(row["step"]))
+    stopped = train_run(run, Places(tmp_path / "first", s3), watch, CPU)
+    assert (stopped["status"], stopped["step"]) == ("stopped", 10)
+    mirror = CheckpointStore(open_store(join_uri(run.output, "checkpoints"), s3), 2)
+    assert mirror.steps() == [8, 10]
+    assert {info.key.partition("/")[0] for info in mirror.store.list()} == {"step-00000008", "step-00000010"}
+
+    done = train_run(run, Places(tmp_path / "second", s3), Watch(), CPU)
+    here = train_run(
+        TrainRun.model_validate(values | {"output": str(tmp_path / "local")}),
+        Places(tmp_path / "third", s3),
+        Watch(),
+        CPU,
+    )
+    assert (done["status"], done["step"]) == ("finished", here["step"])
+    weights = [
+        load(Path(result["run_dir"]) / "checkpoints" / f"step-{done['step']:08d}").weights for result in (done, here)
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    rows = open_store(run.output, s3).read("metrics.jsonl").splitlines()
+    assert [json.loads(row)["step"] for row in rows] == list(range(1, done["step"] + 1))
+    assert not list((tmp_path / "second" / "shards").glob("*/*.arrow"))
