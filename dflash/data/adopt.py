@@ -269,7 +269,7 @@ def _quality(adopted: Sequence[_Adopted]) -> dict[str, Any]:
     Sources and scripts that nobody recorded are left out, so that the next batch isn't measured against them.
     """
     rows = sum(item.rows.num_rows for item in adopted)
-    tables = (item.rows for item in adopted)
+    tables = [item.rows for item in adopted]
     report = assess(tables, reject_reasons={}, num_records=rows, thresholds=GateThresholds())
     sources = {} if set(report.mix.sources) == {""} else report.mix.sources
     return report.model_copy(update={"mix": Baseline(sources=sources, scripts={})}).model_dump(mode="json")

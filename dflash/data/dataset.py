@@ -7,6 +7,7 @@ any two steps leaves the old version; the loser of a race gets an error that say
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -155,8 +156,23 @@ class DatasetRoot:
         return self._fetch(self.store, entry.key, entry.sha256)
 
     def fetch_index(self, entry: ShardEntry) -> Path:
-        """Local path of a shard's index, downloaded and checked when the root is on S3."""
-        return self._fetch(self.meta, entry.index_key, entry.index_sha256)
+        """Local path of a shard's index, compared with its digest each time: merging and the gate decide by it.
+
+        Raises:
+            IntegrityError: it is damaged in the store.
+        """
+        path = self._fetch(self.meta, entry.index_key, entry.index_sha256)
+        if self.meta.local_path(entry.index_key) is None and _file_sha256(path) != entry.index_sha256:
+            path.unlink(missing_ok=True)  # the copy alone is damaged
+            path = self._fetch(self.meta, entry.index_key, entry.index_sha256)
+        found = _file_sha256(path)
+        if found != entry.index_sha256:
+            raise IntegrityError(
+                f"{self.meta.uri}/{entry.index_key} is damaged: expected sha256 {entry.index_sha256}, found {found}. "
+                "Restore the version from a backup with `dflash restore`, or remove the object and tokenize its batch "
+                "again."
+            )
+        return path
 
     def _fetch(self, store: Store, key: str, sha256: str) -> Path:
         local = store.local_path(key)
@@ -173,7 +189,7 @@ class DatasetRoot:
         return path
 
     def receipts(self, fingerprints: Iterable[str]) -> dict[str, ShardReceipt]:
-        """Receipts of those fingerprints whose shard and index are in place, by fingerprint.
+        """Receipts of those fingerprints whose shard and index are in place, by fingerprint; a damaged one is none.
 
         Asks for each object instead of listing: a listing of a prefix that another run writes to is never stable.
         """
@@ -184,9 +200,10 @@ class DatasetRoot:
     def _read_receipt(self, fingerprint: str) -> ShardReceipt | None:
         key = f"receipts/{fingerprint}.json"
         try:
-            return ShardReceipt.from_bytes(self.meta.read(key), f"{self.meta.uri}/{key}")
-        except ObjectNotFoundError:
+            receipt = ShardReceipt.from_bytes(self.meta.read(key), f"{self.meta.uri}/{key}")
+        except (ObjectNotFoundError, IntegrityError, DatasetError):
             return None
+        return receipt if receipt.shard.fingerprint == fingerprint else None
 
     def missing_shards(self, entries: Iterable[ShardEntry]) -> list[ShardEntry]:
         """Those whose shard or index is not in place with the right size."""
@@ -269,6 +286,11 @@ class DatasetRoot:
                 f"  expected: {read} to be current\n  found:    {won}\nRun it again: it plans on the new version."
             ) from error
         return Pointer(record, etag)
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _in_parallel(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

@@ -14,14 +14,14 @@ trial with ten records isn't stopped by a single odd one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from dflash.config import GateThresholds
 from dflash.data.batch_columns import BatchColumns, read_columns
-from dflash.data.mix import mix_of
+from dflash.data.mix import mix_of_tables
 from dflash.data.quality_checks import Checks, Rejects, mix_findings
 from dflash.data.quality_numbers import COUNT_EDGES, RATIO_EDGES, count_rows, distribution, top_loss_counts
 from dflash.data.quality_report import Baseline, Finding, QualityReport, printable
@@ -30,7 +30,7 @@ from dflash.manifest import canonical_json
 
 
 def assess(
-    indexes: Iterable[pa.Table],
+    indexes: Sequence[pa.Table],
     *,
     reject_reasons: Mapping[str, int],
     num_records: int,
@@ -41,7 +41,8 @@ def assess(
     """Apply every rule to a batch.
 
     Args:
-        indexes: the index of each shard (`INDEX_SCHEMA`), in shard order.
+        indexes: the index of each shard (`INDEX_SCHEMA`), in shard order; each is asked for several times, so that a
+            sequence that reads them from files keeps one in memory.
         reject_reasons: rejected records by reason code.
         num_records: records read, good and rejected.
         thresholds: the limits.
@@ -58,7 +59,7 @@ def assess(
     num_read = max(num_records, columns.num_rows + sum(reject_reasons.values()))
     rejects = Rejects(num_read, reject_reasons, reject_examples or {})
     checks = Checks(columns, thresholds)
-    mix = Baseline(sources=mix_of(columns.sources), scripts=mix_of(columns.scripts))
+    mix = Baseline(sources=mix_of_tables(indexes, "source"), scripts=mix_of_tables(indexes, "script"))
     findings = (*checks.rows(), *checks.rejected(rejects), *mix_findings(mix, baseline, thresholds))
     return _describe(columns, rejects, findings, mix, thresholds, baseline)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import pyarrow as pa
 
 from dflash.config import GateThresholds
 from dflash.data.batch_columns import BatchColumns, BoolArray
@@ -77,8 +76,8 @@ class Checks:
         thinking_only = columns.has(RowFlag.THINKING_ONLY) & ~columns.has(RowFlag.LENGTH_CUT) & ~columns.window_cut
         yield self.share("thinking_only", thinking_only, limits.max_thinking_only_share)
         yield self.share("undecodable", columns.has(RowFlag.UNDECODABLE), limits.max_undecodable_share)
-        yield self._duplicates("duplicate_ids", columns.ids)
-        yield self._duplicates("duplicate_content", columns.hashes)
+        yield self.share("duplicate_ids", columns.repeated("sample_id"), limits.max_duplicate_share)
+        yield self.share("duplicate_content", columns.repeated("content_hash"), limits.max_duplicate_share)
 
     def share(self, rule: str, rows: BoolArray, limit: float) -> Finding:
         """A share of all rows."""
@@ -153,14 +152,6 @@ class Checks:
         return share_finding(
             "ratio_mismatch", int(off.sum()), int(columns.comparable.sum()), limit, columns.examples(off)
         )
-
-    def _duplicates(self, rule: str, column: pa.ChunkedArray) -> Finding:
-        limit = self._limits.max_duplicate_share
-        codes = [chunk.indices.to_numpy() for chunk in column.dictionary_encode().chunks]
-        code = np.concatenate(codes) if codes else np.empty(0, np.int32)
-        first = np.zeros(len(code), dtype=np.bool_)
-        first[np.unique(code, return_index=True)[1]] = True
-        return self.share(rule, ~first, limit)
 
 
 def mix_findings(mix: Baseline, baseline: Baseline | None, limits: GateThresholds) -> Iterable[Finding]:

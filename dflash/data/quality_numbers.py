@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dflash.data.batch_columns import BatchColumns, IntArray
+from dflash.data.batch_columns import BatchColumns, CountArray
 from dflash.data.quality_checks import unexplained_counts
 from dflash.data.quality_report import Distribution, LossCount, RowCounts
 from dflash.data.quality_rules import rounded
@@ -52,7 +52,7 @@ def top_loss_counts(columns: BatchColumns) -> tuple[LossCount, ...]:
     )
 
 
-def distribution(values: npt.NDArray[np.float64] | IntArray, edges: Sequence[float]) -> Distribution:
+def distribution(values: npt.NDArray[np.float64] | CountArray, edges: Sequence[float]) -> Distribution:
     """Bins and percentiles of one number of every row; values [n]."""
     bins = np.histogram(np.clip(values, edges[0], np.nextafter(edges[-1], 0)), np.array(edges))[0]
     some = len(values) > 0

@@ -32,13 +32,22 @@ from dflash.data.shard_job import (
     read_spooled,
     remove_spooled,
 )
-from dflash.data.shards import SCHEMA_VERSION, read_index
+from dflash.data.shards import SCHEMA_VERSION
+from dflash.data.stored_shards import (
+    ShardIndexes,
+    is_of,
+    put_content,
+    put_receipt,
+    same_but_encoder,
+    whole_receipts,
+)
 from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
 from dflash.data.workspace import Workspace, make_download_folder, shards_with_rows
-from dflash.errors import DatasetError, IntegrityError, StorageError, UsageError
+from dflash.errors import DatasetError, StorageError, UsageError
 from dflash.manifest import (
     Counts,
     Manifest,
+    ShardEntry,
     ShardReceipt,
     TokenizerRecord,
     batch_fingerprint,
@@ -126,9 +135,10 @@ class TokenizeSession:
 
     def finished(self, plans: Iterable[ShardPlan]) -> dict[str, ShardReceipt]:
         """Receipts, by fingerprint, of shards that the store or this machine's spool holds whole."""
-        wanted = {plan.fingerprint for plan in plans}
-        found = self.root.receipts(wanted)
-        for fingerprint in wanted - found.keys():
+        wanted = {plan.fingerprint: plan for plan in plans}
+        stored = whole_receipts(self.root, wanted)
+        found = {name: receipt for name, receipt in stored.items() if is_of(receipt, wanted[name])}
+        for fingerprint in wanted.keys() - found.keys():
             receipt = read_spooled(self.spool / fingerprint)
             if receipt is not None:
                 found[fingerprint] = receipt
@@ -172,7 +182,7 @@ class TokenizeSession:
         """Judge the whole batch by the indexes of its shards."""
         reasons = batch_from_receipts(self.run.source, receipts).reject_reasons
         return assess(
-            (read_index(self._index_path(receipt)) for receipt in receipts),
+            ShardIndexes([receipt.shard for receipt in receipts], self._index_path),
             reject_reasons=reasons,
             num_records=sum(receipt.num_records for receipt in receipts),
             thresholds=self.run.gate,
@@ -201,30 +211,30 @@ class TokenizeSession:
             return spooled.read_bytes()
         return self.root.meta.read(f"rejects/{receipt.rejects_sha256}.jsonl", sha256=receipt.rejects_sha256)
 
-    def _index_path(self, receipt: ShardReceipt) -> Path:
-        spooled = self.spool / receipt.shard.fingerprint / INDEX_FILE
-        return spooled if spooled.is_file() else self.root.fetch_index(receipt.shard)
+    def _index_path(self, entry: ShardEntry) -> Path:
+        spooled = self.spool / entry.fingerprint / INDEX_FILE
+        return spooled if spooled.is_file() else self.root.fetch_index(entry)
 
     def upload(self, receipt: ShardReceipt) -> None:
-        """Put shard, index, rejects and, last, the receipt in place. Repeating is harmless.
+        """Put shard, index, rejects and, last, the receipt in place, instead of damaged ones. Repeating is harmless.
 
         Raises:
             IntegrityError: the spooled files are not what the receipt says, or the store holds another shard for it.
         """
         entry, spool = receipt.shard, self.spool / receipt.shard.fingerprint
-        stored = self.root.receipts([entry.fingerprint]).get(entry.fingerprint)
-        if stored is not None and stored.shard.sha256 == entry.sha256:
+        stored = whole_receipts(self.root, [entry.fingerprint]).get(entry.fingerprint)
+        if stored is not None and same_but_encoder(stored, receipt):
             remove_spooled(spool)
             return
         if not spool.is_dir():
             raise StorageError(f"{spool} is gone before its upload to {self.root.uri}. Run again: it is made anew.")
         if entry.num_rows:
-            self.root.store.put_if_absent(entry.key, spool / SHARD_FILE, sha256=entry.sha256)
-        self.root.meta.put_if_absent(entry.index_key, spool / INDEX_FILE, sha256=entry.index_sha256)
+            put_content(self.root.store, entry.key, spool / SHARD_FILE, entry.sha256)
+        put_content(self.root.meta, entry.index_key, spool / INDEX_FILE, entry.index_sha256)
         if receipt.rejects_sha256 is not None:
             key = f"rejects/{receipt.rejects_sha256}.jsonl"
-            self.root.meta.put_if_absent(key, spool / REJECTS_FILE, sha256=receipt.rejects_sha256)
-        self._put_receipt(receipt)
+            put_content(self.root.meta, key, spool / REJECTS_FILE, receipt.rejects_sha256)
+        put_receipt(self.root, receipt)
         remove_spooled(spool)
 
     def bytes_uploaded(self) -> int:
@@ -234,22 +244,6 @@ class TokenizeSession:
     def is_spooled(self, receipt: ShardReceipt) -> bool:
         """Whether the shard waits on this machine for its upload."""
         return (self.spool / receipt.shard.fingerprint).is_dir()
-
-    def _put_receipt(self, receipt: ShardReceipt) -> None:
-        """Store the receipt; one that is there may differ in the encoder's name, never in the shard."""
-        try:
-            self.root.meta.put_if_absent(receipt.key, receipt.to_bytes())
-        except IntegrityError:
-            where = f"{self.root.meta.uri}/{receipt.key}"
-            stored = ShardReceipt.from_bytes(self.root.meta.read(receipt.key), where)
-            if stored.shard.sha256 == receipt.shard.sha256:
-                return
-            raise IntegrityError(
-                f"Two different shards were made from the same input ({where}):\n"
-                f"  stored: {stored.shard.sha256} by {stored.shard.encoder}\n"
-                f"  made:   {receipt.shard.sha256} by {receipt.shard.encoder}\n"
-                "The encoders disagree, or a release changed the rows without a new code version."
-            ) from None
 
     def publish_first(self, receipts: Sequence[ShardReceipt], report: QualityReport) -> Manifest:
         """Publish version 1; the same batch published before is found and returned.
