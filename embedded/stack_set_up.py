@@ -81,7 +81,8 @@ def compute_digest(folder: StackFolder, deployments: Path) -> str:
     """Digest of what decides pools, blocks and deployments: their files, the flows' signatures, the store's address."""
     files = [deployments, *sorted((deployments.parent / "pools").glob("*.json")), folder.s3 / "server.json"]
     files += sorted((_REPOSITORY / "flows").glob("*.py"))
-    files += [_REPOSITORY / "dflash" / "config.py", _REPOSITORY / "embedded" / "prefect_set_up.py"]
+    models = ("config.py", "runs.py", "train/config.py", "train/run.py", "eval/config.py")
+    files += [*(_REPOSITORY / "dflash" / name for name in models), _REPOSITORY / "embedded" / "prefect_set_up.py"]
     digest = hashlib.sha256()
     for file in files:
         content = file.read_bytes() if file.exists() else b""

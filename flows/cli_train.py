@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dflash.errors import UsageError
-from dflash.train.curves import MetricsTail
+from dflash.train.curves import MetricsTail, describe_step
 from dflash.train.launch import Trainer, run_dir_of
 from dflash.train.run import TrainRun
 from dflash.train.stopping import stop_on_signal
@@ -88,9 +88,3 @@ def _progress() -> Iterator[OnStep]:
                 bar.update(task, completed=row["done"], step=f"step {row['step']}", line=describe_step(row))
 
         yield show
-
-
-def describe_step(row: dict[str, Any]) -> str:
-    """One line about a step's metrics."""
-    loss = "none" if row["loss"] is None else f"{row['loss']:.3f}"
-    return f"epoch {row['epoch']}, loss {loss}, accuracy {row['accuracy']:.3f}, {row['seconds']:.0f} s"

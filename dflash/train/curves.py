@@ -54,6 +54,12 @@ class MetricsTail:
         return row
 
 
+def describe_step(row: dict[str, Any]) -> str:
+    """One line about a step's metrics."""
+    loss = "none" if row["loss"] is None else f"{row['loss']:.3f}"
+    return f"epoch {row['epoch']}, loss {loss}, accuracy {row['accuracy']:.3f}, {row['seconds']:.0f} s"
+
+
 def plot_metrics(run_dir: Path, picture: Path) -> None:
     """Draw loss, accuracy and learning rate over the steps into a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

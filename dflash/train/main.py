@@ -27,7 +27,7 @@ from dflash.train.world import join
 
 def main(path: Path) -> int:
     """Run the job; return the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     job = TrainJob.model_validate_json(path.read_bytes())
     try:
         with stop_on_signal(signal.SIGTERM, signal.SIGINT) as signalled:

@@ -44,6 +44,11 @@ class Server:
         answer = self.post(f"/flow_runs/{flow_run}/set_state", {"state": state})
         assert answer["status"] == "ACCEPT", answer
 
+    def cancel(self, flow_run: str) -> None:
+        """Press Cancel."""
+        answer = self.post(f"/flow_runs/{flow_run}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+        assert answer["status"] == "ACCEPT", answer
+
     def wait(self, flow_run: str, timeout_s: float = 240) -> dict[str, Any]:
         """Wait for the end of a flow run."""
 
@@ -56,10 +61,14 @@ class Server:
 
     def table(self, flow_run: str, key: str) -> list[dict[str, Any]]:
         """The latest table artifact of a flow run."""
-        condition = {"key": {"any_": [key]}, "flow_run_id": {"any_": [flow_run]}}
-        found = self.post("/artifacts/filter", {"artifacts": condition, "sort": "CREATED_DESC"})
-        rows: list[dict[str, Any]] = json.loads(found[0]["data"])
+        rows: list[dict[str, Any]] = json.loads(self.artifacts(flow_run, key)[0]["data"])
         return rows
+
+    def artifacts(self, flow_run: str, key: str) -> list[dict[str, Any]]:
+        """All artifacts of a flow run with a key, newest first."""
+        condition = {"key": {"any_": [key]}, "flow_run_id": {"any_": [flow_run]}}
+        found: list[dict[str, Any]] = self.post("/artifacts/filter", {"artifacts": condition, "sort": "CREATED_DESC"})
+        return found
 
     def executions(self, flow_run: str, name: str) -> Counter[str]:
         """How often each task run whose name starts so was started."""

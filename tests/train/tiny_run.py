@@ -20,12 +20,12 @@ VOCAB = 96
 TOKENIZER = TokenizerRecord(name="random", fingerprint="f" * 64, template_fingerprint="e" * 64, vocab_size=VOCAB - 1)
 
 
-def write_target(folder: Path) -> Path:
+def write_target(folder: Path, vocab_size: int = VOCAB) -> Path:
     """A random Llama with four layers."""
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=4,
