@@ -10,6 +10,7 @@ from dflash.errors import DflashError
 from flows.cli_backup import backup_command, gc_command, restore_command, rollback_command
 from flows.cli_data import inspect_command, tokenize_command, verify_command
 from flows.cli_demo import demo_command
+from flows.cli_generate import generate_command
 from flows.cli_stack import down, status, up
 from flows.cli_train import train_command
 from flows.cli_versions import adopt_command, diff_command, merge_command, versions_command
@@ -25,6 +26,7 @@ app.command("up")(up)
 app.command("down")(down)
 app.command("status")(status)
 app.command("demo")(demo_command)
+app.command("generate")(generate_command)
 app.command("tokenize")(tokenize_command)
 app.command("merge")(merge_command)
 app.command("adopt")(adopt_command)

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import cast
 
+from prefect.blocks.system import Secret
 from prefect_aws import AwsCredentials
 from pydantic import AliasChoices, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -22,12 +23,16 @@ class Settings(BaseSettings):
     Attributes:
         home: folder of the embedded servers, caches and spools.
         s3_block: name of the Prefect block with the S3 credentials.
+        api_key: sent to the endpoints of a generation.
+        api_key_block: name of the Prefect Secret block that holds it, where the variable isn't set.
     """
 
     model_config = SettingsConfigDict(env_prefix="DFLASH_", extra="ignore")
 
     home: Path = Path(".dflash")
     s3_block: str = "dflash-s3"
+    api_key: SecretStr | None = None
+    api_key_block: str = "dflash-api-key"
 
     @property
     def work(self) -> Path:
@@ -63,6 +68,17 @@ def log_to_run() -> None:
 def settings() -> Settings:
     """Settings of this process."""
     return Settings()
+
+
+def api_key() -> str | None:
+    """Key for the endpoints of a generation: `DFLASH_API_KEY`, else the Secret block, else none."""
+    given = settings().api_key
+    if given is not None:
+        return given.get_secret_value()
+    try:
+        return str(cast("Secret[str]", Secret.load(settings().api_key_block)).get())
+    except ValueError:  # Prefect's answer for a block that doesn't exist
+        return None
 
 
 @functools.cache

@@ -57,7 +57,9 @@ def read_completions(path: Path, *, file: str, limits: ReadLimits = DEFAULT_LIMI
                 yield entry
 
 
-def normalise_record(record: Mapping[str, Any], *, file: str = "", line: int = 0, byte_offset: int = 0) -> Completion:
+def normalise_record(
+    record: Mapping[str, Any], *, file: str = "", line: int = 0, byte_offset: int = 0, is_parsed: bool = False
+) -> Completion:
     """Normalise a record that was not read by `read_completions`; the record itself is left as it is.
 
     Args:
@@ -65,12 +67,14 @@ def normalise_record(record: Mapping[str, Any], *, file: str = "", line: int = 0
         file: name for ids and messages.
         line: number of the line.
         byte_offset: of the line.
+        is_parsed: all its values came through `parse_json`, which has checked them.
 
     Raises:
         RecordError: with a code of `Reason`.
     """
     plain = dict(record)
-    check_value(plain)
+    if not is_parsed:
+        check_value(plain)
     return _complete(plain, file, line, byte_offset)
 
 

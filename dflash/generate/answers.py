@@ -1,0 +1,128 @@
+"""From a reply to a record, or to the reason why it is none.
+
+A record holds what training needs and is accepted by `dflash.data.completions`. Truncated thinking is told apart: a
+trace that the token limit cut is never stored as an answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dflash.data.completions import ABORTED, FINISH_REASONS, normalise_record
+from dflash.data.messages import CLOSE_TAG, OPEN_TAG
+from dflash.data.records import Reason
+from dflash.errors import RecordError
+from dflash.generate.requests import Request, Sampled
+
+EMPTY: Final = "empty"
+ABORTED_KIND: Final = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why one try gave no record.
+
+    Attributes:
+        kind: short name that progress and reports count.
+        message: for a person.
+        may_retry: another try may succeed.
+        is_pressure: the server says, by word or by silence, that it has too much to do.
+        is_fault: the connection or the server broke; several in a row put the endpoint aside.
+        is_fatal: no request can succeed; the run stops.
+        other_seed: ask for another answer the next time.
+        retry_after_s: what the server asked to wait.
+    """
+
+    kind: str
+    message: str
+    may_retry: bool = True
+    is_pressure: bool = False
+    is_fault: bool = False
+    is_fatal: bool = False
+    other_seed: bool = False
+    retry_after_s: float = 0.0
+
+
+def make_record(request: Request, sampled: Sampled, server: str, attempts: int) -> dict[str, Any] | Failure:
+    """The record of an answer.
+
+    Args:
+        request: what was asked.
+        sampled: what came.
+        server: the endpoint that gave it.
+        attempts: tries, this one included.
+    """
+    finish = sampled.finish_reason
+    if not isinstance(finish, str) or finish.casefold() not in FINISH_REASONS:
+        is_abort = isinstance(finish, str) and finish.casefold() in ABORTED
+        kind = ABORTED_KIND if is_abort else "bad_reply"
+        return Failure(kind, f"the server ended the response with finish_reason {finish!r:.60}", other_seed=is_abort)
+    message, cut_thinking = _message(sampled, request.thinking, is_cut=FINISH_REASONS[finish.casefold()] == "length")
+    if _is_empty(message):
+        return Failure(EMPTY, "the response has no text, no trace and no tool call", other_seed=True)
+    record = _assemble(request, sampled, message, server) | {"attempts": attempts}
+    if cut_thinking:
+        record["thinking_truncated"] = True
+    try:
+        normalise_record(record, is_parsed=True)
+    except RecordError as error:
+        kind = EMPTY if error.reason == Reason.EMPTY_RESPONSE else f"unusable_{error.reason}"
+        return Failure(kind, error.message, other_seed=True)
+    return record
+
+
+def _assemble(request: Request, sampled: Sampled, message: dict[str, Any], server: str) -> dict[str, Any]:
+    ids = sampled.output_token_ids
+    output_tokens = sampled.output_tokens
+    if output_tokens is None and isinstance(ids, list):
+        output_tokens = len(ids)
+    sampling = {name: value for name, value in request.sampling.model_dump().items() if value is not None}
+    record = {
+        "id": request.prompt.id,
+        "messages": [*request.prompt.messages, message],
+        "tools": list(request.tools),
+        "chat_template_kwargs": dict(request.kwargs),
+        "source": request.prompt.source,
+        "model": request.model,
+        "server": server,
+        "system_fingerprint": sampled.fingerprint,
+        "finish_reason": sampled.finish_reason,
+        "output_tokens": output_tokens,
+        "prompt_tokens": sampled.prompt_tokens,
+        "output_token_ids": ids,
+        "prompt_token_ids": sampled.prompt_token_ids,
+        "sampling": sampling if request.seed is None else sampling | {"seed": request.seed},
+        "request_hash": request.hash,
+    }
+    return {name: value for name, value in record.items() if value not in (None, [], {}, "")}
+
+
+def _message(sampled: Sampled, thinking: bool | None, *, is_cut: bool) -> tuple[dict[str, Any], bool]:
+    """The assistant's message with the trace in one field, and whether the limit cut it inside the trace.
+
+    A server with a reasoning parser gives the trace apart; one without gives one text, to which the template's
+    `<think>` in the prompt does not belong.
+    """
+    given = sampled.message
+    content = given.get("content")
+    trace = next((given[name] for name in ("reasoning_content", "reasoning") if given.get(name)), None)
+    calls = given.get("tool_calls") or None
+    cut_thinking = False
+    if isinstance(content, str) and not trace:
+        head, closing, _ = content.partition(CLOSE_TAG)
+        opened = head.lstrip().startswith(OPEN_TAG)
+        if not closing and (opened or (thinking is True and is_cut)) and not calls:
+            trace, content = (head.lstrip().removeprefix(OPEN_TAG).lstrip("\n") if opened else content), None
+            cut_thinking = is_cut
+    elif trace and is_cut and not calls and not (isinstance(content, str) and content.strip()):
+        content, cut_thinking = None, True
+    message = {"role": "assistant", "content": content, "reasoning_content": trace, "tool_calls": calls}
+    return {name: value for name, value in message.items() if value is not None or name == "content"}, cut_thinking
+
+
+def _is_empty(message: dict[str, Any]) -> bool:
+    texts = (message.get("content"), message.get("reasoning_content"))
+    return not message.get("tool_calls") and not any(
+        not isinstance(text, str) or text.strip() for text in texts if text
+    )

@@ -1,0 +1,129 @@
+"""Whole runs against a real HTTP server: each id once, whatever breaks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash.errors import DatasetError, ServiceError, UsageError
+from tests.generate.conftest import MakeRun, completions, generate, prompt, records, write_prompts
+from tests.generate.stub_server import FAULTS, Answer, Stub, answer, serving, unused_url
+
+
+def aborting(question: str) -> Answer:
+    """Answers all but one question."""
+
+    def reply(request: dict[str, Any]) -> dict[str, Any]:
+        return answer(request, finish_reason="abort" if question in str(request["messages"]) else "stop")
+
+    return reply
+
+
+def test_a_batch_is_whole_and_read_by_our_reader(tmp_path: Path, make_run: MakeRun) -> None:
+    with serving(Stub()) as stub:
+        outcome = generate(make_run(stub, 25), tmp_path / "work")
+    assert outcome.is_complete
+    assert (outcome.num_records, outcome.num_failed, outcome.num_open) == (25, 0, 0)
+    found = completions(tmp_path / "batch")
+    assert sorted(one.id or "" for one in found) == sorted(f"q-{number}" for number in range(25))
+    assert {len(one.output_token_ids or ()) for one in found} == {one.output_tokens for one in found} == {11}
+    success = json.loads((tmp_path / "batch" / "_SUCCESS").read_text())
+    assert (success["num_records"], success["num_failed"], len(success["parts"])) == (25, 0, 3)
+    assert stub.seen == {f"question {number}": 1 for number in range(25)}
+
+
+def test_faults_lose_and_repeat_nothing(tmp_path: Path, make_run: MakeRun) -> None:
+    faults = {name: 3 * share for name, share in FAULTS.items()}
+    with serving(Stub(faults)) as stub:
+        outcome = generate(make_run(stub, 150, request_timeout_s=3, max_attempts=20), tmp_path / "work")
+    assert outcome.is_complete
+    assert outcome.num_failed == 0
+    assert sorted(one.id or "" for one in completions(tmp_path / "batch")) == sorted(f"q-{n}" for n in range(150))
+    assert all(stub.faulted[name] for name in ("reset", "busy", "truncated"))
+    assert outcome.tries == 150 + sum(outcome.kinds.values())
+    assert outcome.kinds["too_many_requests"] == stub.faulted["busy"]
+
+
+def test_failures_are_listed_and_done_again(tmp_path: Path, make_run: MakeRun) -> None:
+    with serving(Stub(answer=aborting("question 3"))) as stub:
+        run = make_run(stub, 10, max_attempts=2)
+        with pytest.raises(DatasetError, match=r"1 of 10 prompts failed .*'aborted': 2"):
+            generate(run, tmp_path / "work")
+        assert not (tmp_path / "batch" / "_SUCCESS").exists()
+        (listed,) = (tmp_path / "batch" / "_failures").glob("*.ndjson")
+        assert json.loads(listed.read_text())["failure"]["kind"] == "aborted"
+        stub.answer = answer
+        stub.seen.clear()
+        outcome = generate(run.model_copy(update={"only_failed": True}), tmp_path / "work")
+        assert outcome.is_complete
+        assert stub.seen == {"question 3": 1}
+    assert len(completions(tmp_path / "batch")) == 10
+
+
+def test_a_few_failures_are_allowed_when_asked_for(tmp_path: Path, make_run: MakeRun) -> None:
+    with serving(Stub(answer=aborting("question 3"))) as stub:
+        run = make_run(stub, 10, max_attempts=1, max_failed_share=0.1)
+        outcome = generate(run, tmp_path / "work")
+        assert outcome.is_complete
+        assert outcome.failed_share == 0.1
+        # What failed can be asked in a batch of its own, with its list as the prompts.
+        again = run.model_copy(update={"prompts": outcome.failures, "batch": str(tmp_path / "again")})
+        stub.answer = answer
+        assert generate(again, tmp_path / "work").num_new == 1
+        with pytest.raises(UsageError, match="is complete, and 1 of 10 prompts have no record"):
+            generate(run, tmp_path / "work")
+
+
+def test_order_and_number_of_prompts_may_change_between_runs(tmp_path: Path, make_run: MakeRun) -> None:
+    with serving(Stub(answer=aborting("question 7"))) as stub:
+        run = make_run(stub, 12, max_attempts=1)
+        with pytest.raises(DatasetError, match="1 of 12 prompts failed"):
+            generate(run, tmp_path / "work")
+        stub.answer = answer
+        write_prompts(Path(run.prompts), [prompt(number) for number in reversed(range(20))])
+        stub.seen.clear()
+        assert generate(run, tmp_path / "other-work").num_records == 20
+        assert stub.seen == {f"question {number}": 1 for number in (7, *range(12, 20))}
+    assert sorted(one.id or "" for one in completions(tmp_path / "batch")) == sorted(f"q-{n}" for n in range(20))
+
+
+def test_an_id_can_not_change_its_question(tmp_path: Path, make_run: MakeRun) -> None:
+    with serving(Stub()) as stub:
+        run = make_run(stub, 3, max_failed_share=1)
+        generate(run, tmp_path / "work")
+        (tmp_path / "batch" / "_SUCCESS").unlink()
+        write_prompts(Path(run.prompts), [prompt(0), prompt(1, tools=[{"type": "function"}]), prompt(2), prompt(3)])
+        with pytest.raises(UsageError, match="The id 'q-1' has a record"):
+            generate(run, tmp_path / "work")
+
+
+def test_a_server_that_refuses_everything_stops_the_run(tmp_path: Path, make_run: MakeRun) -> None:
+    with serving(Stub(status=401)) as stub, pytest.raises(ServiceError, match="unauthorised"):
+        generate(make_run(stub, 100, model="stub"), tmp_path / "work")
+    assert len(stub.bodies) < 100
+
+
+def test_an_outage_stops_the_run_and_the_next_goes_on(tmp_path: Path, make_run: MakeRun) -> None:
+    run = make_run(Stub(url=unused_url()), 5, model="stub", max_outage_s=2, max_attempts=100)
+    with pytest.raises(ServiceError, match="No endpoint has answered"):
+        generate(run, tmp_path / "work")
+    with serving(Stub()) as stub:
+        assert generate(run.model_copy(update={"endpoints": (stub.url,)}), tmp_path / "work").num_new == 5
+
+
+def test_work_goes_to_the_endpoint_that_lives(tmp_path: Path, make_run: MakeRun) -> None:
+    with serving(Stub()) as stub:
+        run = make_run(stub, 40, model="stub", max_attempts=20)
+        both = run.model_copy(update={"endpoints": (unused_url(), stub.url)})
+        assert generate(both, tmp_path / "work").num_failed == 0
+    assert {record["server"] for record in records(tmp_path / "batch")} == {stub.url}
+
+
+def test_the_key_is_sent_and_kept_nowhere(tmp_path: Path, make_run: MakeRun) -> None:
+    with serving(Stub()) as stub:
+        generate(make_run(stub, 2), tmp_path / "work", api_key="sk-hidden")
+        assert all(b"Authorization: Bearer sk-hidden" in head for head in stub.headers)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"sk-hidden" in path.read_bytes()]
