@@ -19,9 +19,10 @@ from dflash.config import MergeRun
 from dflash.data.backup import BackupRecord
 from dflash.data.compatibility import Recipe
 from dflash.data.merge import MergedShards, merge_manifest, put_rejects
-from dflash.data.merge_plan import MergePlan, MergeRules, NewBatch, ShardFiles
+from dflash.data.merge_plan import MergePlan, MergeRules, NewBatch
 from dflash.data.quality_report import QualityReport
 from dflash.data.screening import make_screen
+from dflash.data.shard_files import ShardFiles
 from dflash.data.tokenize_run import TokenizeSession
 from dflash.data.workspace import Workspace, shards_with_rows
 from dflash.errors import PublishConflictError
@@ -67,7 +68,7 @@ def merge_dataset(config: MergeRun) -> dict[str, Any]:
         receipts = make_shards(session, plans, board)
         board.set(step="judging")
         report, report_uri = judge(session, receipts)
-        job = _MergeJob(config, session, workspace, tuple(receipts), report)
+        job = _MergeJob(config, session, tuple(receipts), report)
         outcome = job.run(board)
         board.set(step="done")
         board.show(force=True)
@@ -125,7 +126,6 @@ class _MergeJob:
 
     config: MergeRun
     session: TokenizeSession
-    workspace: Workspace
     receipts: tuple[ShardReceipt, ...]
     report: QualityReport
 
@@ -148,7 +148,7 @@ class _MergeJob:
         return outcome
 
     def _attempt(self, board: ProgressBoard) -> _Outcome:
-        session, files = self.session, ShardFiles(self.session.root, self.session.spool)
+        session, files = self.session, self.session.files()
         board.set(step="comparing")
         plan = plan_dataset_merge(session, self._new_batch(), self._rules(files), files)
         if plan.already_merged:
@@ -159,7 +159,7 @@ class _MergeJob:
         spooled = [receipt for receipt in self.receipts if session.is_spooled(receipt)]
         upload_all(session, [receipt for receipt in spooled if receipt.shard.fingerprint in whole])
         put_rejects(session.root, spooled, self.session.spool)
-        shards = write_merged_shards(session, plan, files, self.workspace.work / "rewritten")
+        shards = write_merged_shards(session, plan, files, session.scratch / "rewritten")
         manifest = merge_manifest(plan, shards)
         board.set(step="backing up")
         backup = None if plan.current is None else back_up_version(session, plan.current, self.config.backup)

@@ -78,7 +78,9 @@ def _merge(config: RefreshRun, name: str) -> dict[str, Any]:
     if read_current_version(config) is None:
         try:
             return _pick(tokenize_completions.with_options(**_NOTHING_KEPT)(run.batch))
-        except PublishConflictError:
+        except (DatasetError, PublishConflictError):
+            if read_current_version(config) is None:
+                raise
             get_run_logger().warning("another run published version 1 meanwhile: merging into it")
     return _pick(merge_dataset.with_options(**_NOTHING_KEPT)(run))
 
@@ -90,7 +92,7 @@ def _pick(result: dict[str, Any]) -> dict[str, Any]:
 
 def _named(error: DflashError, todo: list[FoundBatch]) -> DflashError:
     """The error of a batch with the batch's name in it, of the class that decides the exit code."""
-    kind = GateError if isinstance(error, GateError) else DatasetError
+    kind = type(error) if isinstance(error, GateError | PublishConflictError) else DatasetError
     behind = ", ".join(batch.name for batch in todo[1:]) or "none"
     return kind(
         f"Batch {todo[0].name} was not merged; those before it are. Held back behind it: {behind}.\n{error}\n"

@@ -9,7 +9,8 @@ from prefect import task
 from dflash.data.backup import BackupRecord, backup_version, open_mirror
 from dflash.data.compatibility import Recipe, check_compatible
 from dflash.data.merge import MergedShards, publish_merge, write_shards
-from dflash.data.merge_plan import MergePlan, MergeRules, NewBatch, ShardFiles, holds_batch, plan_merge
+from dflash.data.merge_plan import MergePlan, MergeRules, NewBatch, holds_batch, plan_merge
+from dflash.data.shard_files import ShardFiles
 from dflash.data.tokenize_run import TokenizeSession
 from dflash.manifest import Manifest
 from tasks.policies import COMPUTE_TASK, STORE_TASK

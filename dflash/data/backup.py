@@ -77,16 +77,23 @@ def backup_version(
     if mirror.pointer() is None:
         mirror.store.probe_conditional_writes()
     counts = copy_version(root, mirror, manifest, progress, check=check)
-    _record(mirror, manifest)
+    _record(root, mirror, manifest)
     return BackupRecord(mirror.uri, manifest.name, **asdict(counts))
 
 
-def _record(mirror: DatasetRoot, manifest: Manifest) -> None:
-    """Publish in the mirror; two merges that back up the same version at once both find it recorded."""
+def _record(root: DatasetRoot, mirror: DatasetRoot, manifest: Manifest) -> None:
+    """Publish in the mirror; two merges that back up the same version at once both find it recorded.
+
+    A version that the mirror has recorded before is recorded again only while it is the root's current one: a slow
+    merge that is about to lose its race must not make an old version the newest backup.
+    """
     for attempt in range(1, RECORD_ATTEMPTS + 1):
         pointer = mirror.pointer()
-        if pointer is not None and pointer.record.manifest == manifest.name:
-            return
+        if pointer is not None and any(move.manifest == manifest.name for move in pointer.record.history):
+            current = root.pointer()
+            is_current = current is not None and current.record.manifest == manifest.name
+            if pointer.record.manifest == manifest.name or not is_current:
+                return
         try:
             mirror.publish(manifest, expected=pointer)
         except PublishConflictError:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Final
 
 from dflash.data.dataset import DatasetRoot, Pointer
-from dflash.data.merge_plan import Cut, MergePlan, ShardFiles
+from dflash.data.merge_plan import Cut, MergePlan
 from dflash.data.plan import CODE_VERSION
 from dflash.data.rewrite import RewrittenShard, drop_rows
+from dflash.data.shard_files import ShardFiles
 from dflash.data.shard_job import REJECTS_FILE
 from dflash.errors import DamagedDatasetError, IncompatibleError
 from dflash.manifest import Counts, Manifest, ShardEntry, ShardReceipt
@@ -57,10 +58,11 @@ def write_shards(root: DatasetRoot, plan: MergePlan, files: ShardFiles, folder: 
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
-        old, new = (
-            tuple(threads.map(lambda cut: _resolve(root, cut, files, folder), (c for c in cuts if not c.is_empty)))
-            for cuts in (plan.old_cuts, plan.new_cuts)
-        )
+        rewritten = threads.map(lambda cut: _rewrite(root, cut, files, folder), plan.rewrites())
+    old, new = (
+        tuple(cut.entry if cut.keep is None else next(rewritten) for cut in cuts if not cut.is_empty)
+        for cuts in (plan.old_cuts, plan.new_cuts)
+    )
     before = {cut.entry.sha256 for cut in plan.old_cuts}
     return MergedShards(
         old,
@@ -71,9 +73,8 @@ def write_shards(root: DatasetRoot, plan: MergePlan, files: ShardFiles, folder: 
     )
 
 
-def _resolve(root: DatasetRoot, cut: Cut, files: ShardFiles, folder: Path) -> ShardEntry:
-    if cut.keep is None:
-        return cut.entry
+def _rewrite(root: DatasetRoot, cut: Cut, files: ShardFiles, folder: Path) -> ShardEntry:
+    assert cut.keep is not None, "only cuts that lose rows are rewritten"
     made = drop_rows(cut.entry, cut.keep, files.shard(cut.entry), files.index(cut.entry), folder)
     put_shard(root, made)
     return made.entry

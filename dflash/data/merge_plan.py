@@ -18,7 +18,7 @@ from dflash.data.compatibility import Recipe, check_compatible
 from dflash.data.dataset import DatasetRoot, Pointer
 from dflash.data.duplicates import find_duplicates
 from dflash.data.mixing import draw_rows
-from dflash.data.shard_job import INDEX_FILE, SHARD_FILE
+from dflash.data.shard_files import ShardFiles
 from dflash.data.shards import INDEX_SCHEMA, read_index
 from dflash.errors import DamagedDatasetError
 from dflash.manifest import Batch, Manifest, ShardEntry
@@ -45,33 +45,6 @@ class NewBatch:
     shards: tuple[ShardEntry, ...]
     quality: dict[str, Any]
     gate_override_reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ShardFiles:
-    """Where shards and indexes are read: this machine's spool, else the root, through its cache.
-
-    Attributes:
-        root: the dataset.
-        spool: folder of finished shards by fingerprint; None where there is none.
-    """
-
-    root: DatasetRoot
-    spool: Path | None = None
-
-    def shard(self, entry: ShardEntry) -> Path:
-        """The shard's file."""
-        spooled = self._spooled(entry)
-        return self.root.fetch_shard(entry) if spooled is None else spooled / SHARD_FILE
-
-    def index(self, entry: ShardEntry) -> Path:
-        """The file of its index."""
-        spooled = self._spooled(entry)
-        return self.root.fetch_index(entry) if spooled is None else spooled / INDEX_FILE
-
-    def _spooled(self, entry: ShardEntry) -> Path | None:
-        folder = None if self.spool is None else self.spool / entry.fingerprint
-        return folder if folder is not None and folder.is_dir() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,19 +164,20 @@ def read_indexes(shards: Sequence[ShardEntry], files: ShardFiles) -> pa.Table:
         DamagedDatasetError: an index has other numbers of rows or tokens than its entry says.
     """
     with ThreadPoolExecutor(READS_AT_ONCE) as threads:
-        paths = list(threads.map(files.index, shards))
-    tables = []
-    for entry, path in zip(shards, paths, strict=True):
-        table = read_index(path).select(PLAN_COLUMNS)
-        found = (table.num_rows, _tokens(table, np.ones(table.num_rows, np.bool_)))
-        if found != (entry.num_rows, entry.num_tokens):
-            raise DamagedDatasetError(
-                f"{entry.index_key} doesn't describe its shard {entry.key}: expected {entry.num_rows} rows with "
-                f"{entry.num_tokens} tokens, found {found[0]} with {found[1]}. Run `dflash verify` and restore the "
-                "version from a backup."
-            )
-        tables.append(table)
+        tables = list(threads.map(lambda entry: _read_index(entry, files.index(entry)), shards))
     return pa.concat_tables(tables) if tables else INDEX_SCHEMA.empty_table().select(PLAN_COLUMNS)
+
+
+def _read_index(entry: ShardEntry, path: Path) -> pa.Table:
+    table = read_index(path).select(PLAN_COLUMNS)
+    found = (table.num_rows, _tokens(table, np.ones(table.num_rows, np.bool_)))
+    if found != (entry.num_rows, entry.num_tokens):
+        raise DamagedDatasetError(
+            f"{entry.index_key} doesn't describe its shard {entry.key}: expected {entry.num_rows} rows with "
+            f"{entry.num_tokens} tokens, found {found[0]} with {found[1]}. Run `dflash verify` and restore the "
+            "version from a backup."
+        )
+    return table
 
 
 def _cuts(shards: Sequence[ShardEntry], stays: BoolArray) -> tuple[Cut, ...]:

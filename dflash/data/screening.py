@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from dflash.config import ScreenOptions
 from dflash.data.evaluation_prompts import read_prompts
-from dflash.data.merge_plan import BoolArray, Screen, ShardFiles
+from dflash.data.merge_plan import BoolArray, Screen
 from dflash.data.rewrite import flat_ids
+from dflash.data.shard_files import ShardFiles
 from dflash.data.shards import read_batches
 from dflash.data.tokenizer import TargetTokenizer
 from dflash.errors import UsageError

@@ -7,6 +7,7 @@ What a step leaves is immutable and named by its content or fingerprint, so ever
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import json
 import shutil
@@ -18,11 +19,13 @@ from typing import Literal, Self
 
 from dflash.config import TokenizeRun
 from dflash.data.dataset import DatasetRoot
+from dflash.data.merge_plan import holds_batch
 from dflash.data.plan import CODE_VERSION, PlannedFile, ShardPlan, list_completions, plan_shards
 from dflash.data.pool import TokenizePool
 from dflash.data.quality import assess, baseline_of, enforce
 from dflash.data.quality_report import Baseline, QualityReport
 from dflash.data.report import render_html
+from dflash.data.shard_files import ShardFiles, Spool
 from dflash.data.shard_job import (
     INDEX_FILE,
     REJECTS_FILE,
@@ -43,11 +46,10 @@ from dflash.data.stored_shards import (
 )
 from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
 from dflash.data.workspace import Workspace, make_download_folder, shards_with_rows
-from dflash.errors import DatasetError, StorageError, UsageError
+from dflash.errors import DatasetError, PublishConflictError, StorageError, UsageError
 from dflash.manifest import (
     Counts,
     Manifest,
-    ShardEntry,
     ShardReceipt,
     TokenizerRecord,
     batch_fingerprint,
@@ -164,6 +166,15 @@ class TokenizeSession:
         """Finished shards of this dataset; runs into other datasets have their own."""
         return self._workspace.spool / sha256_hex(self.root.uri.encode())[:12]
 
+    @property
+    def scratch(self) -> Path:
+        """A folder of this session alone, which is removed with it."""
+        return self._downloads
+
+    def files(self) -> ShardFiles:
+        """Where shards of the batch and of the dataset are read."""
+        return ShardFiles(self.root, Spool(self.spool, self.scratch / "links"))
+
     def tokenize(self, plan: ShardPlan, inputs: Iterable[LocalInput]) -> ShardReceipt:
         """Make one shard in the pool; its downloads are removed afterwards.
 
@@ -182,7 +193,7 @@ class TokenizeSession:
         """Judge the whole batch by the indexes of its shards."""
         reasons = batch_from_receipts(self.run.source, receipts).reject_reasons
         return assess(
-            ShardIndexes([receipt.shard for receipt in receipts], self._index_path),
+            ShardIndexes([receipt.shard for receipt in receipts], self.files().index),
             reject_reasons=reasons,
             num_records=sum(receipt.num_records for receipt in receipts),
             thresholds=self.run.gate,
@@ -206,14 +217,9 @@ class TokenizeSession:
         return dict(examples)
 
     def _rejects_of(self, receipt: ShardReceipt) -> bytes:
-        spooled = self.spool / receipt.shard.fingerprint / REJECTS_FILE
-        if spooled.is_file():
-            return spooled.read_bytes()
+        with contextlib.suppress(FileNotFoundError):  # another run may put it in place and clear the spool
+            return (self.spool / receipt.shard.fingerprint / REJECTS_FILE).read_bytes()
         return self.root.meta.read(f"rejects/{receipt.rejects_sha256}.jsonl", sha256=receipt.rejects_sha256)
-
-    def _index_path(self, entry: ShardEntry) -> Path:
-        spooled = self.spool / entry.fingerprint / INDEX_FILE
-        return spooled if spooled.is_file() else self.root.fetch_index(entry)
 
     def upload(self, receipt: ShardReceipt) -> None:
         """Put shard, index, rejects and, last, the receipt in place, instead of damaged ones. Repeating is harmless.
@@ -222,11 +228,12 @@ class TokenizeSession:
             IntegrityError: the spooled files are not what the receipt says, or the store holds another shard for it.
         """
         entry, spool = receipt.shard, self.spool / receipt.shard.fingerprint
-        stored = whole_receipts(self.root, [entry.fingerprint]).get(entry.fingerprint)
-        if stored is not None and same_but_encoder(stored, receipt):
+        if self._is_in_place(receipt):
             remove_spooled(spool)
             return
         if not spool.is_dir():
+            if self._is_in_place(receipt):  # by another run on this machine, just now
+                return
             raise StorageError(f"{spool} is gone before its upload to {self.root.uri}. Run again: it is made anew.")
         if entry.num_rows:
             put_content(self.root.store, entry.key, spool / SHARD_FILE, entry.sha256)
@@ -237,6 +244,10 @@ class TokenizeSession:
         put_receipt(self.root, receipt)
         remove_spooled(spool)
 
+    def _is_in_place(self, receipt: ShardReceipt) -> bool:
+        stored = whole_receipts(self.root, [receipt.shard.fingerprint]).get(receipt.shard.fingerprint)
+        return stored is not None and same_but_encoder(stored, receipt)
+
     def bytes_uploaded(self) -> int:
         """Bytes this session has sent to the dataset so far."""
         return sum(store.counters.snapshot().bytes_up for store in (self.root.store, self.root.meta))
@@ -246,18 +257,25 @@ class TokenizeSession:
         return (self.spool / receipt.shard.fingerprint).is_dir()
 
     def publish_first(self, receipts: Sequence[ShardReceipt], report: QualityReport) -> Manifest:
-        """Publish version 1; the same batch published before is found and returned.
+        """Publish version 1; the same batch published before, or by a faster run just now, is found and returned.
 
         Raises:
             DatasetError: the root holds a version made from something else; merging is another command.
-            PublishConflictError: another publisher won.
+            PublishConflictError: another publisher won with something else.
         """
+        fingerprints = [receipt.shard.fingerprint for receipt in receipts]
         current = self.root.current()
         if current is not None:
-            self._require_same_batch(current, [receipt.shard.fingerprint for receipt in receipts])
+            self._require_same_batch(current, fingerprints)
             return current
         manifest = self.first_manifest(receipts, report)
-        self.root.publish(manifest, expected=None)
+        try:
+            self.root.publish(manifest, expected=None)
+        except PublishConflictError:
+            winner = self.root.current()
+            if winner is None or not holds_batch(winner, batch_fingerprint(fingerprints)):
+                raise
+            return winner
         return manifest
 
     def save_report(self, report: QualityReport, name: str) -> str:

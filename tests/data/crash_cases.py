@@ -59,14 +59,14 @@ class Place:
     def __reduce__(self) -> tuple[type[Place], tuple[str, Path, S3Credentials | None]]:
         return (Place, (self.uri, self.work, self.credentials))
 
-    def open(self, plan: FaultPlan | None = None) -> tuple[Small, DatasetRoot]:
+    def open(self, plan: FaultPlan | None = None, kind: type[FaultStore] = FaultStore) -> tuple[Small, DatasetRoot]:
         """The root and the mirror, which strike as planned; clients are made once, since that takes half a second."""
         if not self.opened:
             root = open_root(f"{self.uri}/train", self.work, self.credentials)
             self.opened.extend((root, open_mirror(root, None, self.credentials)))
 
         def wrap(store: Store) -> Store:
-            return store if plan is None else FaultStore(store, plan)
+            return store if plan is None else kind(store, plan)
 
         root, mirror = (DatasetRoot(it.uri, wrap(it.store), wrap(it.meta), it.cache) for it in self.opened)
         return Small(root, self.work), mirror

@@ -17,7 +17,8 @@ from datasets import load_from_disk
 from dflash.data.backup import backup_version, rollback
 from dflash.data.dataset import DatasetRoot
 from dflash.data.merge import merge_manifest, publish_merge, write_shards
-from dflash.data.merge_plan import MergePlan, ShardFiles
+from dflash.data.merge_plan import MergePlan
+from dflash.data.shard_files import ShardFiles
 from dflash.data.verify import verify_dataset
 from dflash.errors import PublishConflictError
 from dflash.manifest import Manifest
@@ -77,9 +78,10 @@ def assert_survived(case: str, place: Place) -> None:
         assert_loads(mirror, backed_up.version)
     act(case, place)
     assert_loads(small.root, after)
-    rollback(small.root, 1, mirror)
-    assert_loads(small.root, 1)
-    assert small.root.store.list_uploads() == ()
+    if place.credentials is None:  # a case of its own on a server, where each look costs ten times as much
+        rollback(small.root, 1, mirror)
+        assert_loads(small.root, 1)
+    assert small.root.store.list_uploads() == mirror.store.list_uploads() == ()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -100,25 +102,20 @@ def test_a_kill_at_every_write_leaves_a_whole_dataset(case: str, tmp_path: Path)
     assert num_points % 2 == 0
 
 
-@pytest.mark.slow
-def test_a_kill_at_every_write_to_a_server_leaves_a_whole_dataset(s3_server: SeaweedServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_kill_after_every_write_to_a_server_leaves_a_whole_dataset(
+    case: str, s3_server: SeaweedServer, tmp_path: Path
+) -> None:
+    """What lies there after one write lies there before the next: every state that a kill can leave."""
     place = Place(f"{s3_server.uri}/{uuid.uuid4().hex}", tmp_path / "work", s3_server.credentials)
-    num_points = 0
-    for at, when in points():
-        CASES["merge with backup"][0](*place.open())
-        if not is_killed("merge with backup", place, Death(at, when)):
+    for at in range(1, MAX_POINTS):
+        CASES[case][0](*place.open())
+        plan = Death(at, "after")
+        if not is_killed(case, place, plan):
             break
-        small, mirror = place.open()
-        current = small.root.manifest()
-        assert current.version in {1, 2}
-        assert_loads(small.root, current.version)
-        assert_nothing_lost(small.root, mirror)
-        act("merge with backup", place)
-        assert_loads(small.root, 2)
-        assert small.root.store.list_uploads() == mirror.store.list_uploads() == ()
+        assert_survived(case, place)
         place.empty()
-        num_points += 1
-    assert num_points >= 20
+    assert at - 1 == len(plan.calls) >= 3
 
 
 def keys(place: Place) -> dict[str, list[str]]:

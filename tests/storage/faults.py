@@ -63,6 +63,20 @@ class FaultPlan:
         raise StorageError(f"planned fault {self.when} call {self.at}: {call}")
 
 
+class Faster(FaultPlan):
+    """Somebody else acts right before the pointer is replaced."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__()
+        self.act = act
+
+    def run(self, call: str, operation: Callable[[], T]) -> T:
+        """Run one call, after the other's act where it is the pointer's."""
+        if call == "replace state.json":
+            self.act()
+        return operation()
+
+
 class FaultStore(Store):
     """A store with a plan of faults; reads pass through."""
 
@@ -123,3 +137,25 @@ class FaultStore(Store):
 
     def probe_conditional_writes(self) -> None:
         self.inner.probe_conditional_writes()
+
+
+class WatchedStore(FaultStore):
+    """A store whose looks and reads are points of its plan too, to stop one of two writers between any two steps."""
+
+    def list(self, prefix: str = "") -> list[ObjectInfo]:
+        return self.plan.run(f"list {prefix}", lambda: self.inner.list(prefix))
+
+    def head(self, key: str) -> ObjectInfo:
+        return self.plan.run(f"head {key}", lambda: self.inner.head(key))
+
+    def read(
+        self, key: str, *, expect: ObjectInfo | None = None, sha256: str | None = None, max_bytes: int | None = None
+    ) -> bytes:
+        return self.plan.run(
+            f"read {key}", lambda: self.inner.read(key, expect=expect, sha256=sha256, max_bytes=max_bytes)
+        )
+
+    def download(
+        self, key: str, path: Path, *, expect: ObjectInfo | None = None, sha256: str | None = None
+    ) -> Transfer:
+        return self.plan.run(f"download {key}", lambda: self.inner.download(key, path, expect=expect, sha256=sha256))

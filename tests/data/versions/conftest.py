@@ -13,8 +13,9 @@ from dflash.config import TokenizeOptions
 from dflash.data.compatibility import Recipe
 from dflash.data.dataset import DatasetRoot
 from dflash.data.merge import MergedShards, merge_manifest, publish_merge, write_shards
-from dflash.data.merge_plan import MergePlan, MergeRules, NewBatch, ShardFiles, plan_merge
+from dflash.data.merge_plan import MergePlan, MergeRules, NewBatch, plan_merge
 from dflash.data.rows import TokenizedRows
+from dflash.data.shard_files import ShardFiles
 from dflash.data.shards import ShardWriter
 from dflash.manifest import Manifest, ShardReceipt, TokenizerRecord, batch_from_receipts, fingerprint_of
 

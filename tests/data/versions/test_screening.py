@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from dflash.config import ScreenOptions
 from dflash.data.evaluation_prompts import read_prompts
-from dflash.data.merge_plan import MergeRules, ShardFiles
+from dflash.data.merge_plan import MergeRules
 from dflash.data.screening import NearDuplicates, SharedRuns, make_screen
+from dflash.data.shard_files import ShardFiles
 from dflash.errors import UsageError
 from dflash.storage import open_store
 
