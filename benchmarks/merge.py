@@ -1,11 +1,13 @@
 """Merging a batch against rewriting the dataset: seconds and bytes, on a real S3 server.
 
-    python benchmarks/merge.py [--megabytes 2048] [--shards 20] [--share 0.1] [--json]
+    python benchmarks/merge.py [--gb 2] [--shards 20] [--share 0.1] [--json]
 
 Ours names the old shards in a new manifest; the usual way loads the dataset, appends with `concatenate_datasets` and
-saves all of it again. Both start from the same published version and the same tokenized batch, which lies on this
-machine. The backup that the flow makes first is timed as a row of its own, because its bytes move inside the server.
-The last row swaps the pointer of a version with ten times as many shards.
+saves all of it again, which reads the old bytes and sends old and new. Both start from the same published version and
+the same tokenized batch, which lies on this machine; libraries are loaded before either. A relay before the server
+counts the bytes of both, headers included. Ours reads all indexes of the old shards, as on a machine that has none yet.
+The backup that the flow makes first is a row of its own, because its bytes move inside the server. The last rows merge
+one shard into a version with ten times as many shards. Disk: six times the size of the set; memory: little.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder, whose tokenize.py hides Python's own
 
 import argparse  # noqa: E402
+import json  # noqa: E402
+import shutil  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
@@ -27,17 +31,19 @@ import numpy as np  # noqa: E402
 from datasets import Dataset, concatenate_datasets, load_from_disk  # noqa: E402
 
 from benchmarks.measure import print_table  # noqa: E402
+from benchmarks.relay import Relay, counting_relay  # noqa: E402
 from dflash.config import TokenizeOptions  # noqa: E402
 from dflash.data.backup import backup_version, open_mirror  # noqa: E402
 from dflash.data.compatibility import Recipe  # noqa: E402
 from dflash.data.dataset import DatasetRoot  # noqa: E402
 from dflash.data.merge import merge_manifest, publish_merge, write_shards  # noqa: E402
-from dflash.data.merge_plan import MergeRules, NewBatch, ShardFiles, plan_merge  # noqa: E402
+from dflash.data.merge_plan import MergeRules, NewBatch, plan_merge  # noqa: E402
 from dflash.data.rows import TokenizedRows  # noqa: E402
+from dflash.data.shard_files import ShardFiles  # noqa: E402
 from dflash.data.shards import ShardWriter  # noqa: E402
 from dflash.manifest import ShardEntry, ShardReceipt, TokenizerRecord, batch_from_receipts, fingerprint_of  # noqa: E402
-from dflash.storage import S3Credentials, Store, TransferCounts  # noqa: E402
-from embedded.seaweedfs import SeaweedConfig, SeaweedServer, start_seaweedfs, stop_seaweedfs  # noqa: E402
+from dflash.storage import S3Credentials  # noqa: E402
+from embedded.seaweedfs import SeaweedConfig, start_seaweedfs, stop_seaweedfs  # noqa: E402
 
 UPLOADS_AT_ONCE = 8  # the flow uploads every shard in a task of its own
 TOKENS_PER_ROW = 2000
@@ -91,8 +97,12 @@ def _rows(first: int, count: int) -> TokenizedRows:
     )
 
 
-def merge(root: DatasetRoot, shards: list[LocalShard], name: str, work: Path) -> None:
-    """Upload the batch, plan, publish: what the flow does after its gate, less the backup."""
+def merge(root: DatasetRoot, shards: list[LocalShard], name: str, work: Path) -> float:
+    """Upload the batch, plan, publish: what the flow does after its gate, less the backup.
+
+    Returns:
+        The seconds that publishing took: asking for the new shards, putting the manifest, replacing the pointer.
+    """
     with ThreadPoolExecutor(UPLOADS_AT_ONCE) as threads:
         for _ in threads.map(lambda item: _upload(root, item), shards):
             pass
@@ -100,7 +110,10 @@ def merge(root: DatasetRoot, shards: list[LocalShard], name: str, work: Path) ->
     batch = NewBatch(RECIPE, batch_from_receipts(name, receipts), tuple(item.entry for item in shards), {})
     files = ShardFiles(root)
     plan = plan_merge(root, batch, MergeRules(), files)
-    publish_merge(root, plan, merge_manifest(plan, write_shards(root, plan, files, work)))
+    manifest = merge_manifest(plan, write_shards(root, plan, files, work))
+    start = time.perf_counter()
+    publish_merge(root, plan, manifest)
+    return time.perf_counter() - start
 
 
 def _upload(root: DatasetRoot, item: LocalShard) -> None:
@@ -108,14 +121,13 @@ def _upload(root: DatasetRoot, item: LocalShard) -> None:
     root.meta.put_if_absent(item.entry.index_key, item.index, sha256=item.entry.index_sha256)
 
 
-def rewrite(server: SeaweedServer, uri: str, shards: list[LocalShard]) -> int:
-    """Load, concatenate, save all of it under another prefix; return the bytes that were sent and read."""
-    options = _fsspec_options(server.credentials)
+def rewrite(credentials: S3Credentials, uri: str, shards: list[LocalShard], num_shards: int) -> None:
+    """Load, append, save all of it under another prefix."""
+    options = _fsspec_options(credentials)
     old = load_from_disk(uri, storage_options=options)
     new = concatenate_datasets([Dataset.from_file(str(item.shard)) for item in shards])
     whole = concatenate_datasets([old, new])
-    whole.save_to_disk(f"{uri}-rewritten", num_shards=len(shards) * 10, storage_options=options)
-    return int(old.data.nbytes + whole.data.nbytes)
+    whole.save_to_disk(f"{uri}-rewritten", num_shards=num_shards, storage_options=options)
 
 
 def _fsspec_options(credentials: S3Credentials) -> dict[str, Any]:
@@ -127,66 +139,86 @@ def _fsspec_options(credentials: S3Credentials) -> dict[str, Any]:
     }
 
 
-def compare(server: SeaweedServer, folder: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The server behind the relay, and a folder for everything."""
+
+    relay: Relay
+    credentials: S3Credentials
+    bucket: str
+    folder: Path
+
+    def open(self, name: str, cache: str) -> DatasetRoot:
+        """A dataset in the bucket, read through a cache of its own."""
+        return DatasetRoot.open(f"{self.bucket}/{name}", self.credentials, self.folder / cache)
+
+    def timed(self, what: str, work: Callable[[], object]) -> dict[str, Any]:
+        """A row of the table: seconds, and what went over the network."""
+        before, start = self.relay.counts(), time.perf_counter()
+        work()
+        seconds, after = time.perf_counter() - start, self.relay.counts()
+        sent, received = ((late - early) / 1e6 for early, late in zip(before, after, strict=True))
+        return {
+            "what": what,
+            "seconds": round(seconds, 3),
+            "MB sent": round(sent, 2),
+            "MB received": round(received, 2),
+            "times faster": "",
+            "times fewer bytes": "",
+        }
+
+
+def compare(bench: Bench, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of the table."""
-    rows = int(arguments.megabytes * 1e6 / BYTES_PER_ROW / arguments.shards)
-    uri = f"{server.uri}/train"
-    root = DatasetRoot.open(uri, server.credentials, folder / "cache")
-    merge(root, make_shards(folder / "old", arguments.shards, rows), "old", folder / "work")
-    num_new = max(1, round(arguments.shards * arguments.share))
-    batch = make_shards(folder / "new", num_new, rows, first=arguments.shards * rows)
-    rewritten: list[int] = []
-    theirs, _ = _timed(root, lambda: rewritten.append(rewrite(server, uri, batch)))
-    current, mirror = root.manifest(), open_mirror(root, None, server.credentials)
-    backup, moved = _timed(root, lambda: backup_version(root, current, mirror))
-    root = DatasetRoot.open(uri, server.credentials, folder / "empty-cache")
-    ours, counts = _timed(root, lambda: merge(root, batch, "new", folder / "work"))
-    assert root.manifest().counts.num_rows == (arguments.shards + num_new) * rows, "rows were lost"
-    sent = counts.bytes_up + counts.bytes_down
-    yield _row("concatenate_datasets + save_to_disk", theirs, rewritten[0])
-    yield _row("merge", ours, sent) | {
-        "times faster": round(theirs / ours, 1),
-        "times less": round(rewritten[0] / sent),
-    }
-    yield _row("backup before it (inside the server)", backup, moved.bytes_up + moved.bytes_down)
+    rows, num_new = arguments.gb * 1e9 / BYTES_PER_ROW / arguments.shards, round(arguments.shards * arguments.share)
+    per_shard, folder = max(1, int(rows)), bench.folder
+    root = bench.open("train", "cache")
+    merge(root, make_shards(folder / "old", arguments.shards, per_shard), "old", folder / "work")
+    shutil.rmtree(folder / "old")
+    batch = make_shards(folder / "new", max(1, num_new), per_shard, first=arguments.shards * per_shard)
+    total = arguments.shards + len(batch)
+    theirs = bench.timed(
+        "concatenate_datasets + save_to_disk", lambda: rewrite(bench.credentials, root.uri, batch, total)
+    )
+    current, mirror = root.manifest(), open_mirror(root, None, bench.credentials)
+    backup = bench.timed("backup before it (copied by the server)", lambda: backup_version(root, current, mirror))
+    fresh = bench.open("train", "empty-cache")  # as on a machine that never saw the dataset
+    ours = bench.timed("merge", lambda: merge(fresh, batch, "new", folder / "work"))
+    assert fresh.manifest().counts.num_rows == total * per_shard, "rows were lost"
+    yield theirs
+    yield ours | ratios(theirs, ours)
+    yield backup
     for factor in (1, 10):
-        yield _row(
-            f"pointer swap, {arguments.shards * factor} shards", *_swap(server, folder, arguments.shards * factor)
-        )
+        yield from _swap(bench, arguments.shards * factor)
 
 
-def _swap(server: SeaweedServer, folder: Path, num_shards: int) -> tuple[float, int]:
-    """Seconds and bytes of publishing behind a version of many tiny shards."""
-    uri = f"{server.uri}/many-{num_shards}"
-    root = DatasetRoot.open(uri, server.credentials, folder / "cache")
-    merge(root, make_shards(folder / f"many-{num_shards}", num_shards, 1), "many", folder / "work")
-    one = make_shards(folder / f"one-{num_shards}", 1, 1, first=10**8)
-    seconds, counts = _timed(root, lambda: merge(root, one, "one", folder / "work"))
-    return seconds, counts.bytes_up
+def ratios(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
+    """How much less time and how many fewer bytes ours takes."""
+    num_bytes = [row["MB sent"] + row["MB received"] for row in (theirs, ours)]
+    return {
+        "times faster": round(theirs["seconds"] / ours["seconds"], 1),
+        "times fewer bytes": round(num_bytes[0] / num_bytes[1], 2),
+    }
 
 
-def _timed(root: DatasetRoot, work: Callable[[], object]) -> tuple[float, TransferCounts]:
-    """Seconds of a piece of work and what the root's two stores moved over the network meanwhile."""
-    before, start = _counts(root.store, root.meta), time.perf_counter()
-    work()
-    seconds, after = time.perf_counter() - start, _counts(root.store, root.meta)
-    return seconds, TransferCounts(after.bytes_up - before.bytes_up, after.bytes_down - before.bytes_down)
-
-
-def _counts(*stores: Store) -> TransferCounts:
-    counts = [store.counters.snapshot() for store in stores]
-    return TransferCounts(sum(c.bytes_up for c in counts), sum(c.bytes_down for c in counts))
-
-
-def _row(name: str, seconds: float, num_bytes: int) -> dict[str, Any]:
-    columns = {"what": name, "seconds": round(seconds, 2), "MB over the network": round(num_bytes / 1e6, 2)}
-    return columns | {"times faster": "", "times less": ""}
+def _swap(bench: Bench, num_shards: int) -> Iterator[dict[str, Any]]:
+    """Merging one tiny shard behind a version of many tiny shards, and publishing alone."""
+    root, work = bench.open(f"many-{num_shards}", "cache"), bench.folder / "work"
+    merge(root, make_shards(bench.folder / f"many-{num_shards}", num_shards, 1), "many", work)
+    one = make_shards(bench.folder / f"one-{num_shards}", 1, 1, first=10**8)
+    swaps: list[float] = []
+    row = bench.timed(
+        f"merge of a shard into {num_shards} (manifest of {len(root.manifest().to_bytes()) / 1e6:.2f} MB)",
+        lambda: swaps.append(merge(root, one, "one", work)),
+    )
+    yield row
+    yield dict.fromkeys(row, "") | {"what": "  of which publishing", "seconds": round(swaps[0], 3)}
 
 
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=2048)
+    parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--shards", type=int, default=20)
     parser.add_argument("--share", type=float, default=0.1)
     parser.add_argument("--json", action="store_true")
@@ -195,9 +227,14 @@ def main() -> None:
         folder = Path(name)
         server = start_seaweedfs(folder / "s3", SeaweedConfig(attached=True))
         try:
-            print_table(list(compare(server, folder, arguments)), as_json=arguments.json)
+            with counting_relay(server.ports["s3"]) as relay:
+                credentials = server.credentials.model_copy(update={"endpoint_url": f"http://127.0.0.1:{relay.port}"})
+                rows = list(compare(Bench(relay, credentials, server.uri, folder), arguments))
         finally:
             stop_seaweedfs(folder / "s3")
+    print_table(rows, as_json=arguments.json)
+    if not arguments.json:
+        print(json.dumps({name: rows[1][name] for name in ("times faster", "times fewer bytes")}))
 
 
 if __name__ == "__main__":

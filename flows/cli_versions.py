@@ -22,17 +22,20 @@ from flows.parameters import load_parameters
 MAX_MIX_ROWS = 20  # sources in a printed comparison; --json has all
 
 
-def merge_command(
+def merge_command(  # noqa: PLR0913, PLR0917 (the options of a command)
     config: ConfigFile = None,
     setting: Settings = None,
     source: Annotated[str | None, typer.Option(help="Folder of the new completions.")] = None,
     dataset: Annotated[str | None, typer.Option(help="Dataset root to merge into.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder or hub id of the target's tokenizer.")] = None,
+    max_samples: Annotated[int | None, typer.Option(help="Most rows taken from the new batch.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Tokenize a new batch, judge it, back up the current version, and publish both together."""
     named = {"source": source, "dataset": dataset, "tokenizer": tokenizer}
     by_name = [f"batch.{name}={json.dumps(value)}" for name, value in named.items() if value is not None]
+    if max_samples is not None:
+        by_name.append(f"mix.max_samples={max_samples}")
     run = load_parameters(MergeRun, config, [*(setting or []), *by_name], {})
     with orchestrator():
         from flows.merge_dataset import merge_dataset

@@ -11,10 +11,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from dflash.data.dataset import DatasetRoot
 from dflash.data.verify import verify_dataset
 from dflash.errors import DatasetError, UsageError
+from flows.cli import main
 from flows.cli_backup import backup_command, gc_command, restore_command, rollback_command
 from tests.data.small_roots import Small, open_root
+from tests.storage.faults import Faster, FaultStore
 
 app = typer.Typer()
 app.command("backup")(backup_command)
@@ -79,6 +82,25 @@ def test_garbage_is_shown_before_it_goes(small: Small) -> None:
     assert (planned["dry_run"], done["dry_run"], len(done["moved"])) == (True, False, 1)
     assert len(small.root.store.list("shards")) == 1
     assert call_json("rollback", uri, "--to", "1")["num_shards"] == 2
+
+
+def test_a_lost_race_is_exit_code_4(
+    small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = DatasetRoot.open
+
+    def open_beside_another(uri: str, *arguments: Any) -> DatasetRoot:
+        root = opened(uri, *arguments)
+        store = FaultStore(root.store, Faster(lambda: small.merge(30)))
+        return DatasetRoot(root.uri, store if uri == small.root.uri else root.store, root.meta, root.cache)
+
+    monkeypatch.setattr(DatasetRoot, "open", open_beside_another)
+    monkeypatch.setattr("sys.argv", ["dflash", "rollback", small.root.uri, "--to", "1"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 4
+    assert "another publisher won" in capsys.readouterr().err
+    assert small.root.manifest().version == 3
 
 
 @pytest.mark.usefixtures("prefect_server", "home")

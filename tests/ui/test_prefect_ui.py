@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 CHROMIUM = Path("/usr/bin/chromium")
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 TOKENIZER = ".dflash/models/smollm2-tokenizer"
-RUN_TIMEOUT_MS = 240_000
+SUBMITS = 40  # five seconds apart
+WAIT_MS = 180_000  # for an element: on a busy machine the page alone takes a minute
+RUN_TIMEOUT_MS = 400_000
 
 pytestmark = [
     pytest.mark.ui,
@@ -48,7 +50,7 @@ def page() -> Iterator[Page]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=options)
         page = browser.new_page(viewport={"width": 1440, "height": 760}, reduced_motion="reduce")
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(WAIT_MS)
         yield page
         browser.close()
 
@@ -82,6 +84,11 @@ def field(page: Page, label: str) -> Locator:
     return page.locator(f"xpath={place}//*[self::textarea or self::input]").first
 
 
+def visit(page: Page, url: str) -> None:
+    """Open a page without waiting for all it loads; whoever looks for an element waits for that."""
+    page.goto(url, wait_until="commit")
+
+
 def picture(page: Page, name: str) -> None:
     """Save what the window shows."""
     page.wait_for_timeout(1_500)  # charts and fonts are drawn without any mark in the page
@@ -91,7 +98,7 @@ def picture(page: Page, name: str) -> None:
 
 def submit(page: Page) -> str:
     """Press Submit; return the flow run's id. A busy server on SQLite may answer 503: a person presses again."""
-    for _ in range(5):
+    for _ in range(SUBMITS):
         with page.expect_response("**/create_flow_run") as created:
             page.get_by_role("button", name="Submit", exact=True).click()
         if created.value.ok:
@@ -108,10 +115,11 @@ def wait_for_state(page: Page, state: str) -> None:
 def open_shard_table(page: Page, run_url: str, summary: str) -> None:
     """Open that shard table of a flow run, of which each attempt wrote one, which begins with a summary."""
     for number in range(2):
-        page.goto(run_url)
+        visit(page, run_url)
         page.get_by_text("Artifacts", exact=True).first.click()
         page.get_by_text("tokenize-shards", exact=True).nth(number).click()
         page.locator("td").first.wait_for()
+        page.get_by_text(" shards: ").first.wait_for()
         if page.get_by_text(summary).count():
             return
     pytest.fail(f"no shard table of {run_url} begins with {summary!r}")
@@ -132,7 +140,7 @@ def test_run_from_the_form_shard_table_and_retry(
     shutil.copytree(smollm2_tokenizer_dir, stack.project / TOKENIZER, dirs_exist_ok=True)
 
     ui = stack.prefect_api_url.removesuffix("/api")
-    page.goto(f"{ui}/deployments")
+    visit(page, f"{ui}/deployments")
     link = page.get_by_role("link", name="tokenize-completions", exact=True).first
     link.wait_for()
     picture(page, "ui-deployments")
@@ -148,14 +156,14 @@ def test_run_from_the_form_shard_table_and_retry(
     field(page, "Source").scroll_into_view_if_needed()
     picture(page, "ui-form")
     run_url = f"{ui}/runs/flow-run/{submit(page)}"
-    page.goto(run_url)
+    visit(page, run_url)
     wait_for_state(page, "Failed")
     open_shard_table(page, run_url, "12 shards: 11 made, 0 reused, 1 failed.")
     assert cells(page, "failed") == 1
     picture(page, "ui-shard-table")
 
     mend_batch(stack, source, records)
-    page.goto(run_url)
+    visit(page, run_url)
     page.get_by_role("button", name="Retry", exact=True).click()
     page.get_by_role("dialog").get_by_role("button", name="Retry", exact=True).click()
     wait_for_state(page, "Completed")

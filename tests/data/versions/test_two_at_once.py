@@ -201,7 +201,9 @@ def test_a_batch_that_another_run_just_published_as_version_1_is_found(
             plan = Faster(lambda it=manifest: small.root.publish(it, expected=None))  # type: ignore[misc]
             session.root = DatasetRoot(run.dataset, WatchedStore(store, plan), session.root.meta, session.root.cache)
             if manifest is first:
-                assert session.publish_first(batch, report) == small.root.current() == first
+                found = session.publish_first(batch, report)
+                assert found == small.root.current()
+                assert found.name == first.name
             else:
                 with pytest.raises(PublishConflictError, match="another publisher won"):
                     session.publish_first(batch, report)
