@@ -10,7 +10,9 @@ from dflash.errors import DflashError
 from flows.cli_backup import backup_command, gc_command, restore_command, rollback_command
 from flows.cli_data import inspect_command, tokenize_command, verify_command
 from flows.cli_demo import demo_command
+from flows.cli_evaluate import evaluate_command, export_command
 from flows.cli_generate import generate_command
+from flows.cli_plan import doctor_command, plan_command
 from flows.cli_stack import down, status, up
 from flows.cli_train import train_command
 from flows.cli_versions import adopt_command, diff_command, merge_command, versions_command
@@ -39,6 +41,10 @@ app.command("gc")(gc_command)
 app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)
 app.command("train")(train_command)
+app.command("evaluate")(evaluate_command)
+app.command("export")(export_command)
+app.command("plan")(plan_command)
+app.command("doctor")(doctor_command)
 
 
 def main() -> None:

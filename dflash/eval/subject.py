@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,9 @@ from dflash.model.export import drafter_of, load_drafter, read_config
 from dflash.model.layout import DrafterConfig
 from dflash.storage import S3Credentials, Store, open_store
 from dflash.train.checkpoint import RECORD, WEIGHTS, load_weights, read_record
+from dflash.train.newest import newest_checkpoint
 
 EXPORT_CONFIG: Final = "config.json"
-_STEP: Final = re.compile(r"(?:(?:.*/)?)(step-\d{8,})/" + re.escape(RECORD))
 _MAX_TEXT_BYTES: Final = 256 << 20
 
 
@@ -83,13 +82,11 @@ def open_subject(uri: str, credentials: S3Credentials | None, cache: Path) -> Su
     """
     store = open_store(uri, credentials)
     names = {info.key for info in store.list()}
-    if RECORD in names:
-        return _checkpoint(store, cache)
-    if EXPORT_CONFIG in names:
+    if EXPORT_CONFIG in names and RECORD not in names:
         return _export(store, names, cache)
-    steps = sorted((match.group(1), key) for key in names if (match := _STEP.fullmatch(key)))
-    if steps:
-        return _checkpoint(open_store(f"{store.uri}/{steps[-1][1].removesuffix('/' + RECORD)}", credentials), cache)
+    newest = newest_checkpoint(store.uri, names)
+    if newest is not None:
+        return _checkpoint(open_store(newest, credentials), cache)
     raise UsageError(
         f"{uri} holds no drafter. Expected a checkpoint ({RECORD}), a run with checkpoints/step-*, or an export "
         f"({EXPORT_CONFIG}); found {', '.join(sorted(names)[:5]) or 'nothing'}."

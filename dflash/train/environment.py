@@ -1,12 +1,11 @@
-"""What a run ran on, and what changed since: the environment guard."""
+"""What a run ran on, and what changed since: the environment guard. Says so, too, where torch is missing."""
 
 from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
 from importlib import metadata
-
-import torch
+from importlib.util import find_spec
 
 PACKAGES = (
     "torch",
@@ -18,6 +17,10 @@ PACKAGES = (
     "triton",
     "flash-linear-attention",
 )
+
+
+# What `dflash train` imports beside the package's own dependencies, by import name.
+_NEEDED = ("torch", "safetensors", "tensorboard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,10 @@ def fingerprint() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+    if "torch" not in found:
+        return found
+    import torch
+
     found["cuda"] = torch.version.cuda or "none"
     if torch.cuda.is_available():
         found["driver"] = _driver_version()
@@ -50,6 +57,20 @@ def fingerprint() -> dict[str, str]:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         found["devices"] = ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
     return found
+
+
+def missing_packages() -> list[str]:
+    """Packages of the extra `train` that aren't installed."""
+    return [name for name in _NEEDED if find_spec(name) is None]
+
+
+def gpu_memory() -> list[tuple[int, int]]:
+    """Free and total bytes of each CUDA device; none without torch."""
+    if find_spec("torch") is None:
+        return []
+    import torch
+
+    return [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
 
 
 def differences(before: dict[str, str], now: dict[str, str]) -> list[Difference]:

@@ -33,10 +33,11 @@ from dflash.train.curves import METRICS, PICTURE, plot_metrics
 from dflash.train.environment import fingerprint
 from dflash.train.launch import run_dir_of
 from dflash.train.loop import CHECKPOINTS, Hooks, Run, TrainResult
-from dflash.train.memory import TargetShape, check_memory
+from dflash.train.memory import TargetShape
 from dflash.train.preflight import Prepared, prepare
 from dflash.train.resume import DataIdentity, check_resumable
 from dflash.train.run import TrainRun
+from dflash.train.savings import check_memory
 from dflash.train.setup import build_drafter
 from dflash.train.world import World
 

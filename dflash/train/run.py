@@ -8,6 +8,7 @@ from pydantic import Field
 
 from dflash.config import RunModel
 from dflash.train.config import TrainConfig
+from dflash.train.target_shape import TargetNumbers
 
 
 class TrainRun(RunModel):
@@ -18,6 +19,9 @@ class TrainRun(RunModel):
         default=None, description="Version by number or name; the one that is current when the run starts by default."
     )
     target: str = Field(min_length=1, description="Folder or hub id of the target: config.json and weights.")
+    target_shape: TargetNumbers | None = Field(
+        default=None, description="The target's sizes for `dflash plan` on machines without its config.json."
+    )
     output: str = Field(
         min_length=1,
         description="Run folder for checkpoints and metrics: s3://bucket/prefix or a local folder. The same run, "

@@ -1,0 +1,254 @@
+"""`dflash plan`: memory of each rank, storage, tokens and time of a run, before anything is loaded; needs no torch.
+
+A plan reads the run's own file, so that what is planned is what runs. Decimal units.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import ConfigDict, Field
+
+from dflash.config import RunModel
+from dflash.errors import UsageError
+from dflash.model.layout import DrafterConfig, trainable_parameters
+from dflash.train.config import TrainConfig
+from dflash.train.memory import (
+    MemoryPlan,
+    StoragePlan,
+    TargetShape,
+    optimizer_bytes,
+    plan_memory,
+    plan_storage,
+)
+from dflash.train.preflight import drafter_config, read_text_config
+from dflash.train.savings import Suggestion, suggest, suggest_together
+from dflash.train.target_shape import TargetNumbers
+
+# Share of a pack that best-fit packing fills with rows (measured: see `dflash.data.batches`).
+PACK_FILL = 0.97
+MORE_RANKS = 8  # of a usual machine: the other topology that a plan for one rank names
+
+
+class PlanRun(RunModel):
+    """What a plan reads of a run file; the rest of it doesn't matter here."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    train: TrainConfig = Field(default=TrainConfig(), description="The training itself.")
+    target: str | None = Field(default=None, description="Folder or id of the target; its config.json is read.")
+    target_shape: TargetNumbers | None = Field(default=None, description="The target's sizes, in place of that.")
+    num_processes: int = Field(default=1, ge=1, description="Ranks, one for each device.")
+    tokens_per_s: float | None = Field(default=None, gt=0, description="Of all ranks together, as measured.")
+    trust_remote_code: bool = Field(default=False, description="Run code that the target's repository ships.")
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """How much data, and how fast.
+
+    Attributes:
+        num_samples: rows.
+        tokens_per_sample: mean.
+        tokens_per_s: of all ranks together, from a measurement; None gives no time.
+    """
+
+    num_samples: int
+    tokens_per_sample: float
+    tokens_per_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of one epoch."""
+        return round(self.num_samples * self.tokens_per_sample)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """A planned run.
+
+    Attributes:
+        num_parameters: trainable ones of the drafter.
+        training_bytes: weights, gradients and AdamW state in fp32.
+        frozen_bytes: the target's embedding and head, which the drafter shares with it.
+        memory: of one rank, by part.
+        device_bytes: of one device; None where nobody said.
+        suggestions: what to change, where it doesn't fit.
+        together: changes that fit when all are made; empty where one alone does, or nothing helps.
+        storage: offline against online.
+        num_tokens: of all epochs.
+        num_steps: optimiser steps, about.
+        seconds: about; None without a throughput.
+        max_seconds: where the run ends by the clock, whatever the data.
+    """
+
+    num_parameters: int
+    training_bytes: int
+    frozen_bytes: int
+    memory: MemoryPlan
+    device_bytes: int | None
+    suggestions: list[Suggestion]
+    together: list[Suggestion]
+    storage: StoragePlan
+    num_tokens: int
+    num_steps: int
+    seconds: float | None
+    max_seconds: float | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device holds it; true where no device was named."""
+        return self.device_bytes is None or self.memory.total_bytes <= self.device_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self) | {"total_bytes": self.memory.total_bytes, "fits": self.fits}
+
+
+def plan_run(run: PlanRun, amount: Amount, device_bytes: int | None) -> RunPlan:
+    """Do the arithmetic of a run.
+
+    Args:
+        run: settings and target.
+        amount: data and speed.
+        device_bytes: memory of one device.
+
+    Raises:
+        UsageError: neither target nor its shape is named, or the mask id is missing.
+        ModelError: the target's configuration can't be read, or the drafter doesn't fit it.
+    """
+    numbers, shape = _target(run)
+    network = drafter_config(run.train, numbers)
+    ranks = run.num_processes
+
+    def plan(config: TrainConfig) -> MemoryPlan:
+        return plan_memory(config, network, shape, world_size=ranks)
+
+    memory = plan(run.train)
+    suggestions, together = [], []
+    if device_bytes is not None and memory.total_bytes > device_bytes:
+        suggestions = suggest(run.train, plan, device_bytes, ranks)
+        if ranks == 1:
+            sharded = run.train.model_copy(update={"sharding": "fsdp"})
+            needed = plan_memory(sharded, network, shape, world_size=MORE_RANKS).total_bytes
+            more = Suggestion(
+                "num_processes and sharding",
+                f"1 {run.train.sharding}",
+                f"{MORE_RANKS} fsdp",
+                memory.total_bytes - needed,
+                needed <= device_bytes,
+            )
+            suggestions.append(more)
+        if not any(one.fits for one in suggestions):
+            together = suggest_together(run.train, plan, device_bytes, ranks)
+    epochs = run.train.num_epochs or 1
+    num_tokens = amount.num_tokens * epochs
+    return RunPlan(
+        num_parameters=trainable_parameters(network),
+        training_bytes=optimizer_bytes(network),
+        frozen_bytes=_frozen_bytes(network, shape),
+        memory=memory,
+        device_bytes=device_bytes,
+        suggestions=suggestions,
+        together=together,
+        storage=plan_storage(run.train, network, shape, amount.num_samples, amount.tokens_per_sample),
+        num_tokens=num_tokens,
+        num_steps=_num_steps(run, amount, epochs),
+        seconds=None if amount.tokens_per_s is None else num_tokens / amount.tokens_per_s,
+        max_seconds=run.train.max_seconds,
+    )
+
+
+def plan_table(plan: RunPlan, amount: Amount) -> list[tuple[str, str]]:
+    """Names and values for people."""
+    rows = [
+        ("trainable parameters", f"{plan.num_parameters / 1e9:.3f} B ({plan.num_parameters:,})"),
+        ("weights, gradients, AdamW", _size(plan.training_bytes)),
+        ("frozen embedding and head", _size(plan.frozen_bytes)),
+        *((f"rank: {name}", _size(size)) for name, size in plan.memory.parts.items() if size),
+        ("rank: total at the peak", f"{_size(plan.memory.total_bytes)} ({plan.memory.peak})"),
+    ]
+    if plan.device_bytes is not None:
+        rows.append(("device", f"{_size(plan.device_bytes)}: {'fits' if plan.fits else 'TOO SMALL'}"))
+    storage = plan.storage
+    rows += [
+        ("features of a token", f"{storage.bytes_per_token / 1e3:.1f} KB"),
+        (
+            "features stored (offline)",
+            f"{_size(storage.offline_bytes)}: {amount.num_samples:,} x {amount.tokens_per_sample:,.0f} tokens",
+        ),
+        ("features in memory (online)", f"{storage.online_bytes / 2**20:.0f} MiB of one pack, nothing on disk"),
+        ("target passes of an epoch", f"{storage.target_flops / 1e18:.1f} EFLOP"),
+    ]
+    if plan.max_seconds is not None:
+        return [*rows, ("ends", f"after {plan.max_seconds:,.0f} s by the clock at the latest")]
+    rows += [("tokens, all epochs", f"{plan.num_tokens:,}"), ("optimiser steps, about", f"{plan.num_steps:,}")]
+    if plan.seconds is not None:
+        rows.append(("time, about", f"{plan.seconds / 3600:.1f} h at {amount.tokens_per_s:,.0f} tokens/s"))
+    return rows
+
+
+def advice(plan: RunPlan) -> list[str]:
+    """One sentence for each change that helps; empty where the run fits."""
+    lines = [one.describe() for one in plan.suggestions]
+    if plan.together:
+        changes = ", ".join(f"{one.setting} {one.before} -> {one.after}" for one in plan.together)
+        saved = sum(one.saved_bytes for one in plan.together)
+        lines.append(f"no single change is enough; together these save {_size(saved)} and fit: {changes}")
+    elif plan.suggestions and not any(one.fits for one in plan.suggestions):
+        lines.append(
+            "all of these together are not enough: take a larger device, a smaller drafter or a smaller target"
+        )
+    return lines
+
+
+def known_device_bytes() -> int | None:
+    """Memory of the smallest CUDA device here; None where there is none, or no torch."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+    return min(sizes, default=None)
+
+
+def _target(run: PlanRun) -> tuple[Any, TargetShape]:
+    if run.target_shape is not None:
+        numbers = run.target_shape
+        return numbers, TargetShape(
+            numbers.num_parameters, numbers.hidden_size, numbers.intermediate_size, numbers.bytes_per_value
+        )
+    if run.target is None:
+        raise UsageError("A plan needs the target: give `target` (a folder with config.json) or [target_shape].")
+    text_config = read_text_config(run.target, trust_remote_code=run.trust_remote_code)
+    try:
+        import torch
+
+        from dflash.train.job import target_shape
+    except ImportError as error:
+        raise UsageError(
+            f"Counting the parameters of {run.target} needs torch: {error}. Give [target_shape] in the file, or "
+            "install the extra: pip install 'dflash-pipeline[train]'."
+        ) from error
+    return text_config, target_shape(text_config, torch.bfloat16)
+
+
+def _frozen_bytes(network: DrafterConfig, target: TargetShape) -> int:
+    tensors = 1 if network.tie_word_embeddings else 2
+    return tensors * network.vocab_size * network.hidden_size * target.bytes_per_value
+
+
+def _num_steps(run: PlanRun, amount: Amount, epochs: int) -> int:
+    """Steps by packs; `max_steps` bounds them."""
+    per_step = run.train.pack_tokens * PACK_FILL * run.train.accumulation * run.num_processes
+    steps = math.ceil(amount.num_tokens * epochs / per_step)
+    return steps if run.train.max_steps is None else min(steps, run.train.max_steps)
+
+
+def _size(num_bytes: float) -> str:
+    for unit, scale, digits in (("TB", 1e12, 1), ("GB", 1e9, 2), ("MB", 1e6, 1)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.{digits}f} {unit}"
+    return f"{num_bytes:.0f} bytes"
