@@ -16,16 +16,16 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dflash.data.copying import put_current
-from dflash.data.version_shards import sha256_of
 from dflash.errors import IntegrityError, ObjectNotFoundError
+from dflash.manifest import sha256_hex
 from dflash.storage import Store
 from dflash.train.checkpoint import RECORD, read_record
 from dflash.train.curves import METRICS, metrics_until
 
 _STEP = re.compile(r"step-(\d{8,})/checkpoint\.json")
+_BY_CONTENT = re.compile(r"/[0-9a-f]{64}\.[^/]+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,15 @@ class CheckpointStore:
         """
         record = read_record(path)
         folder = _folder(record["step"])
+        keys = {f"{folder}/{sha256}.{name}" for name, sha256 in record["files"].items()}
         for name, sha256 in record["files"].items():
             self.store.put_if_absent(f"{folder}/{sha256}.{name}", path / name, sha256=sha256)
-        self._put_metrics(path, record["step"], folder)
+        rows = metrics_until(path.parents[1], record["step"])
+        metrics = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        keys.add(f"{folder}/{sha256_hex(metrics)}.{METRICS}")
+        self.store.put_if_absent(f"{folder}/{sha256_hex(metrics)}.{METRICS}", metrics)
         put_current(self.store, f"{folder}/{RECORD}", (path / RECORD).read_bytes())
-        self._prune(record)
+        self._prune(folder, keys)
 
     def fetch(self, step: int, folder: Path) -> Path:
         """Download a checkpoint into `folder`, as the loop writes it; return its path.
@@ -88,20 +92,15 @@ class CheckpointStore:
                 sha256 = info.key.rpartition("/")[2].partition(".")[0]
                 self.store.download(info.key, run_dir / METRICS, sha256=sha256)
 
-    def _put_metrics(self, path: Path, step: int, folder: str) -> None:
-        lines = metrics_until(path.parents[1], step)
-        if lines:
-            data = "".join(json.dumps(row) + "\n" for row in lines).encode()
-            part = path.parents[1] / f".metrics-{step:08d}"
-            part.write_bytes(data)
-            self.store.put_if_absent(f"{folder}/{sha256_of(part)}.{METRICS}", data)
-            part.unlink()
+    def _prune(self, newest: str, keys: set[str]) -> None:
+        """Remove old checkpoints, record first, and the leftovers of uploads that were cut or repeated.
 
-    def _prune(self, newest: dict[str, Any]) -> None:
-        """Remove old checkpoints, record first, and the leftovers of uploads that were cut or repeated."""
-        kept = {_folder(step) for step in self.steps()[-self.keep :]} | {_folder(newest["step"])}
-        keys = [info.key for info in self.store.list()]
-        old = [key for key in keys if key.partition("/")[0] not in kept]
+        What isn't named after its content stays with its step: the evaluation lies there too.
+        """
+        kept = {_folder(step) for step in self.steps()[-self.keep :]} | {newest}
+        found = [(info.key, info.key.partition("/")[0]) for info in self.store.list()]
+        old = [key for key, folder in found if folder not in kept]
+        old += [key for key, folder in found if folder == newest and _BY_CONTENT.search(key) and key not in keys]
         self.store.delete([key for key in old if key.endswith(RECORD)])
         self.store.delete([key for key in old if not key.endswith(RECORD)])
 

@@ -63,9 +63,7 @@ class Trainer:
         self.log = self._job.with_suffix(".log")
         s3 = credentials or S3Credentials()
         self._content = TrainJob(run=run, work=work.absolute(), endpoint_url=s3.endpoint_url, region=s3.region)
-        self._environment = (
-            dict(environment) | _keys(s3) | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(run.stop_grace_s))}
-        )
+        self._environment = dict(environment) | _keys(s3)
         self._stack = ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -42,17 +42,17 @@ def test_a_cancelled_training_saves_and_its_retry_goes_on_to_the_end(
     flow_run = server.start("train-online", config)
     run_dir = run_dir_of(config["output"], stack.project / ".dflash" / "work")
     tail = MetricsTail(run_dir)
-    wait_for(tail.newest, 180)
+    wait_for(tail.newest, 600)
     server.cancel(flow_run)
-    ended = server.wait(flow_run)
+    ended = server.wait(flow_run, 600)
     assert ended["state"]["type"] == "CANCELLED", ended["state"]
 
     checkpoints = CheckpointStore(open_store(f"{config['output']}/checkpoints", stack.s3), keep=3)
-    (saved,) = wait_for(checkpoints.steps, 60)
+    (saved,) = wait_for(checkpoints.steps, 120)
     assert 0 < saved < NUM_STEPS
     server.retry(flow_run)
     wait_for(lambda: server.api.get(f"/flow_runs/{flow_run}")["run_count"] == 2, 120)
-    ended = server.wait(flow_run)
+    ended = server.wait(flow_run, 600)
     assert ended["state"]["type"] == "COMPLETED", ended["state"]
     assert checkpoints.steps() == [saved, NUM_STEPS]
     rows = [json.loads(line) for line in open_store(config["output"], stack.s3).read("metrics.jsonl").splitlines()]
@@ -74,7 +74,7 @@ def test_a_drafter_is_trained_measured_exported_and_released(
         "decode": {"max_new_tokens": 6},
     }
     flow_run = server.start("train-drafter", config)
-    ended = server.wait(flow_run, 400)
+    ended = server.wait(flow_run, 900)
     assert ended["state"]["type"] == "COMPLETED", ended["state"]
     drafters = open_store(f"{base}/drafters", stack.s3)
     released = json.loads(drafters.read("released.json"))
