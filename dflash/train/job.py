@@ -23,8 +23,11 @@ import torch
 
 from dflash.data.copying import put_current
 from dflash.data.dataset import DatasetRoot
+from dflash.data.thinking import count_thinking
+from dflash.data.tokenizer import load_tokenizer
 from dflash.data.version_shards import VersionShards
-from dflash.errors import TrainingError, UsageError
+from dflash.errors import TokenizerError, TrainingError, UsageError
+from dflash.manifest import Manifest
 from dflash.model.features import Target
 from dflash.storage import S3Credentials, join_uri, open_store, parse_uri
 from dflash.train.checkpoint import CheckpointFolder, read_record
@@ -83,26 +86,43 @@ def train_run(run: TrainRun, places: Places, watch: Watch, device: torch.device)
         DflashError: data, target or store can't be used; see `prepare`.
     """
     world, run_dir = World.current(), run_dir_of(run.output, places.work)
-    root = DatasetRoot.open(run.dataset, places.credentials, places.work / "cache")
-    ready = prepare(run, root)
-    identity = DataIdentity.of(run.dataset, ready.manifest, run.target)
+    ready = prepare(run, DatasetRoot.open(run.dataset, places.credentials, places.work / "cache"))
     with _only_one(run_dir, run.stop_grace_s) if world.is_first else _nothing():
         mirror = _mirror(run, places)
         if world.is_first:
             _bring_up_to_date(mirror, run_dir)
         world.barrier()
-        _guard(run_dir, ready, identity)
-        shape = _check_device(run, ready, device, world.size)
-        source = VersionShards(root, ready.manifest, _shard_folder(places, run_dir, world), run.shard_cache_bytes)
-        target = Target.load(
-            run.target, ready.network.target_layer_ids, device, shape, trust_remote_code=run.trust_remote_code
-        )
-        drafter = build_drafter(ready.config, ready.network, target)
+        _guard(run_dir, ready, DataIdentity.of(run.dataset, ready.manifest, run.target))
+        dtype = _check_device(run, ready, device, world.size)
+        source = _open_shards(run, places, ready.manifest, world)
+        thinking = thinking_mix(run, ready.manifest, source) if world.is_first else {}
+        identity = DataIdentity.of(run.dataset, ready.manifest, run.target, thinking)
         hooks = Hooks(watch.should_stop, None if mirror is None else mirror.upload, watch.on_step, identity)
+        layers, trusted = ready.network.target_layer_ids, run.trust_remote_code
+        target = Target.load(run.target, layers, device, dtype, trust_remote_code=trusted)
+        drafter = build_drafter(ready.config, ready.network, target)
         result = Run(ready.config, target, drafter, source, run_dir, hooks).train()
         if result.status == "finished":
             source.close()
         return _finish(run, places, result, identity) if world.is_first else {}
+
+
+def thinking_mix(run: TrainRun, manifest: Manifest, source: VersionShards) -> dict[str, int]:
+    """Count the first rows by thinking mode, where the target's folder has the tokenizer that made them."""
+    try:
+        tokenizer = load_tokenizer(run.target, trust_remote_code=run.trust_remote_code, probe=False)
+    except TokenizerError as error:
+        log.info("the checkpoints won't say in which thinking mode the rows were sampled: %s", error)
+        return {}
+    if tokenizer.fingerprint != manifest.tokenizer.fingerprint:
+        log.warning(
+            "the tokenizer of the target %s (fingerprint %s) isn't the one that made %s (%s, fingerprint %s): check "
+            "that equal texts get equal ids",
+            *(run.target, tokenizer.fingerprint[:12], manifest.name, manifest.tokenizer.name),
+            manifest.tokenizer.fingerprint[:12],
+        )
+    first = next(index for index, rows in enumerate(source.num_rows) if rows)
+    return count_thinking(source.fetch(first), source.num_rows[first], tokenizer)
 
 
 def pick_device(choice: str, local_rank: int) -> torch.device:
@@ -180,7 +200,7 @@ def _check_device(run: TrainRun, ready: Prepared, device: torch.device, world_si
 
 
 def _finish(run: TrainRun, places: Places, result: TrainResult, identity: DataIdentity) -> dict[str, Any]:
-    """Draw the curves, write the summary beside them, and put both to the output."""
+    """Draw the curves, write the summary beside them, and put both to the output; leave no second copy there."""
     run_dir = run_dir_of(run.output, places.work)
     plot_metrics(run_dir, run_dir / PICTURE)
     step = result.checkpoint.name
@@ -196,11 +216,15 @@ def _finish(run: TrainRun, places: Places, result: TrainResult, identity: DataId
         store = open_store(run.output, places.credentials)
         for name in (METRICS, PICTURE, "result.json"):
             put_current(store, name, (run_dir / name).read_bytes())
+        if result.status == "finished":
+            shutil.rmtree(run_dir / CHECKPOINTS)  # whole at the output; a few of them fill a disk
     return summary
 
 
-def _shard_folder(places: Places, run_dir: Path, world: World) -> Path:
-    return places.work / "shards" / f"{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}-{world.rank}"
+def _open_shards(run: TrainRun, places: Places, manifest: Manifest, world: World) -> VersionShards:
+    root = DatasetRoot.open(run.dataset, places.credentials, places.work / "cache")
+    place = hashlib.sha256(str(run_dir_of(run.output, places.work)).encode()).hexdigest()[:16]
+    return VersionShards(root, manifest, places.work / "shards" / f"{place}-{world.rank}", run.shard_cache_bytes)
 
 
 @contextmanager

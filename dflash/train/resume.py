@@ -33,7 +33,7 @@ class DataIdentity:
         num_rows: of the version.
         tokenizer_fingerprint: of the tokenizer that made the ids.
         template_fingerprint: of its chat template.
-        thinking: rows by `enable_thinking` as their requests had it; empty where the version doesn't say.
+        thinking: the first rows by thinking mode (`dflash.data.thinking`); empty where nothing tells.
         target: folder or id.
     """
 
@@ -48,7 +48,7 @@ class DataIdentity:
     target: str
 
     @classmethod
-    def of(cls, dataset: str, manifest: Manifest, target: str) -> DataIdentity:
+    def of(cls, dataset: str, manifest: Manifest, target: str, thinking: dict[str, int] | None = None) -> DataIdentity:
         """Describe a run over a version."""
         return cls(
             dataset=dataset,
@@ -58,7 +58,7 @@ class DataIdentity:
             num_rows=manifest.counts.num_rows,
             tokenizer_fingerprint=manifest.tokenizer.fingerprint,
             template_fingerprint=manifest.tokenizer.template_fingerprint,
-            thinking=dict(manifest.notes.get("thinking", {})),
+            thinking=thinking or {},
             target=target,
         )
 
@@ -67,8 +67,9 @@ class DataIdentity:
         return asdict(self)
 
 
-# The same bytes may be known by another path on another machine; what was read is compared by digest.
-_PLACES = frozenset({"dataset", "target"})
+# The same bytes may be known by another path on another machine, and a mode is only told where a tokenizer is at hand;
+# what was read is compared by digest.
+_NOT_COMPARED = frozenset({"dataset", "target", "thinking"})
 
 
 def check_resumable(
@@ -109,7 +110,7 @@ def _check_identity(before: Mapping[str, Any] | None, identity: DataIdentity | N
     if before is None or identity is None:
         return
     now = identity.to_json()
-    changed = [name for name in now if name not in _PLACES and before.get(name) != now[name]]
+    changed = [name for name in now if name not in _NOT_COMPARED and before.get(name) != now[name]]
     if changed:
         pairs = "\n".join(f"  {name}: {before.get(name)!r} -> {now[name]!r}" for name in changed)
         raise IncompatibleError(

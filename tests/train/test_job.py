@@ -76,22 +76,25 @@ def test_a_checkpoint_says_what_it_was_trained_on_and_refuses_anything_else(
     assert train("run", change={"version": data["manifest"]}, max_steps=3)["status"] == "finished"
 
 
-def test_data_of_another_vocabulary_is_refused(train: Train, target: Path, tmp_path: Path) -> None:
+def smaller(target: Path, folder: Path, **fields: int) -> str:
+    """The target's configuration with other sizes."""
     import transformers
 
-    small = tmp_path / "small"
     config = transformers.AutoConfig.from_pretrained(target)
-    config.vocab_size = 50
-    config.save_pretrained(small)
-    with pytest.raises(IncompatibleError, match=r"ids up to 94.*an embedding of 50 rows"):
-        train("run", change={"target": str(small)})
+    for name, value in fields.items():
+        setattr(config, name, value)
+    config.save_pretrained(folder)
+    return str(folder)
 
 
-def test_unknown_versions_and_rows_beyond_the_targets_positions_are_refused(train: Train) -> None:
+def test_data_that_does_not_fit_the_target_is_refused(train: Train, target: Path, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="no version 7"):
         train("run", change={"version": "7"})
-    with pytest.raises(UsageError, match="512 positions"):
-        train("run", pack_tokens=600)
+    with pytest.raises(IncompatibleError, match=r"ids up to 94.*an embedding of 50 rows"):
+        train("run", change={"target": smaller(target, tmp_path / "few-ids", vocab_size=50)})
+    short = smaller(target, tmp_path / "short", max_position_embeddings=100)
+    with pytest.raises(UsageError, match=r"Rows of up to 200 tokens .* 100 positions"):
+        train("run", change={"target": short}, pack_tokens=200)
 
 
 def test_memory_is_checked_before_the_target_loads(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,10 +135,10 @@ def test_a_run_on_s3_goes_on_from_there_on_another_machine(
         CPU,
     )
     assert (done["status"], done["step"]) == ("finished", here["step"])
-    weights = [
-        load(Path(result["run_dir"]) / "checkpoints" / f"step-{done['step']:08d}").weights for result in (done, here)
-    ]
+    fetched = mirror.fetch(done["step"], tmp_path / "fetched")
+    weights = [load(path).weights for path in (fetched, Path(here["checkpoint"]))]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     rows = open_store(run.output, s3).read("metrics.jsonl").splitlines()
     assert [json.loads(row)["step"] for row in rows] == list(range(1, done["step"] + 1))
-    assert not list((tmp_path / "second" / "shards").glob("*/*.arrow"))
+    left = [path for path in (tmp_path / "second").rglob("*") if path.suffix in {".arrow", ".safetensors", ".pt"}]
+    assert left == []
