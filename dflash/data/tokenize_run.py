@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import shutil
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -59,6 +60,7 @@ from dflash.manifest import (
 from dflash.storage import S3Credentials, Store, open_store
 
 EXAMPLES_PER_REASON = 10
+UPLOADS_AT_ONCE = 8  # each may hold a shard of up to 32 MiB in memory
 # Building and proving the fast encoder costs a process 4 to 8 CPU-s; the reference does 0.9 MB of text in one.
 MIN_BYTES_FOR_FAST_ENCODER = 6_000_000
 
@@ -79,6 +81,7 @@ class TokenizeSession:
         self._encoder: Literal["auto", "huggingface"] = run.encoder
         self._downloads = make_download_folder(workspace)
         self._numbers = itertools.count()
+        self._upload_slots = threading.BoundedSemaphore(UPLOADS_AT_ONCE)
 
     def __enter__(self) -> Self:
         return self
@@ -227,6 +230,10 @@ class TokenizeSession:
         Raises:
             IntegrityError: the spooled files are not what the receipt says, or the store holds another shard for it.
         """
+        with self._upload_slots:
+            self._put_in_place(receipt)
+
+    def _put_in_place(self, receipt: ShardReceipt) -> None:
         entry, spool = receipt.shard, self.spool / receipt.shard.fingerprint
         if self._is_in_place(receipt):
             remove_spooled(spool)

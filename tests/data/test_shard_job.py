@@ -8,8 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +20,7 @@ import pytest
 from dflash.config import GateThresholds, TokenizeOptions, TokenizeRun
 from dflash.data.pool import TokenizePool
 from dflash.data.shard_job import LocalInput, ShardJob, read_spooled, run_shard_job
-from dflash.data.tokenize_run import TokenizeSession
+from dflash.data.tokenize_run import UPLOADS_AT_ONCE, TokenizeSession
 from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
 from dflash.data.workspace import Workspace
 from dflash.errors import DatasetError, IntegrityError, UsageError
@@ -121,6 +124,32 @@ def test_a_spool_folder_that_a_kill_left_in_part_is_no_obstacle(tmp_path: Path, 
         session.upload(receipt)
         assert not folder.exists()
         assert session.publish_first([receipt], session.assess([receipt])).counts.num_rows == 1
+
+
+def test_few_uploads_run_at_a_time(
+    tmp_path: Path, smollm2_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds its shard in memory, and a run has hundreds of threads."""
+    together = threading.Barrier(UPLOADS_AT_ONCE)
+    running: list[int] = []
+    most = 0
+
+    def wait_for_the_others(*_: object) -> None:
+        nonlocal most
+        running.append(1)
+        most = max(most, len(running))
+        together.wait(60)
+        running.pop()
+
+    monkeypatch.setattr(TokenizeSession, "_put_in_place", wait_for_the_others)
+    run = TokenizeRun(source=str(tmp_path), dataset=str(tmp_path / "ds"), tokenizer=str(smollm2_tokenizer_dir))
+    with (
+        TokenizeSession(run, None, Workspace(tmp_path / "work", tmp_path / "cache")) as session,
+        ThreadPoolExecutor(3 * UPLOADS_AT_ONCE) as threads,
+    ):
+        receipts: list[Any] = [None] * (3 * UPLOADS_AT_ONCE)
+        list(threads.map(session.upload, receipts))
+    assert most == UPLOADS_AT_ONCE
 
 
 def test_limits_are_finite() -> None:
