@@ -11,8 +11,9 @@ from flows.cli_backup import backup_command, gc_command, restore_command, rollba
 from flows.cli_data import inspect_command, tokenize_command, verify_command
 from flows.cli_demo import demo_command
 from flows.cli_evaluate import evaluate_command, export_command
-from flows.cli_generate import generate_command
+from flows.cli_generate import generate_command, regenerate_command, spot_check_command
 from flows.cli_plan import doctor_command, plan_command
+from flows.cli_serve import serve_command
 from flows.cli_stack import down, status, up
 from flows.cli_train import train_command
 from flows.cli_versions import adopt_command, diff_command, merge_command, versions_command
@@ -29,6 +30,9 @@ app.command("down")(down)
 app.command("status")(status)
 app.command("demo")(demo_command)
 app.command("generate")(generate_command)
+app.command("regenerate")(regenerate_command)
+app.command("spot-check")(spot_check_command)
+app.command("serve")(serve_command)
 app.command("tokenize")(tokenize_command)
 app.command("merge")(merge_command)
 app.command("adopt")(adopt_command)

@@ -1,14 +1,17 @@
-"""Commands `generate` and `regenerate`."""
+"""Commands on batches of completions: generate, regenerate, spot-check."""
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Annotated, Any
 
 import typer
 
-from dflash.generate.config import GenerateRun
+from dflash.generate.config import GenerateRun, RegenerateRun
+from dflash.storage import open_store
 from flows.cli_data import ConfigFile, JsonFlag, Settings, print_result, progress_bar, quiet_prefect
-from flows.connection import orchestrator
+from flows.connection import orchestrator, store_credentials
 from flows.parameters import load_parameters
 
 Endpoints = Annotated[
@@ -33,6 +36,38 @@ def generate_command(  # noqa: PLR0913, PLR0917 (the options of a command)
         from flows.generate_completions import generate_completions
 
         print_result(_with_progress(generate_completions, run), as_json=as_json)
+
+
+def regenerate_command(
+    config: ConfigFile = None,
+    setting: Settings = None,
+    source: Annotated[str | None, typer.Option(help="A batch folder or a dataset root to look through.")] = None,
+    endpoint: Endpoints = None,
+    batch: BatchOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Ask again for empty, tiny, cut and rejected records of a batch or a dataset version, into a new batch."""
+    named = {"generate.batch": batch, "generate.endpoints": endpoint or None, "generate.prompts": "(what is found)"}
+    by_name = [f"{name}={json.dumps(value)}" for name, value in named.items() if value is not None]
+    run = load_parameters(RegenerateRun, config, [*by_name, *(setting or [])], {"source": source})
+    with orchestrator():
+        from flows.generate_completions import regenerate_completions
+
+        print_result(_with_progress(regenerate_completions, run), as_json=as_json)
+
+
+def spot_check_command(
+    batch: Annotated[str, typer.Argument(help="Folder of a batch that dflash generate wrote.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Look at a batch: mix, loops, refusals, traces without answers, and samples to read."""
+    from dflash.generate.parts import BATCH_LIMITS, BatchLog
+    from dflash.generate.report import assess_batch, render_markdown
+
+    log = BatchLog(open_store(batch, store_credentials(), BATCH_LIMITS))
+    log.load()
+    report = assess_batch(log.store, log.counts)
+    sys.stdout.write(json.dumps(report.to_json(), ensure_ascii=False) + "\n" if as_json else render_markdown(report))
 
 
 def _with_progress(flow: Any, run: Any) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from prefect.events import emit_event
 from prefect.runtime import flow_run as runtime
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from dflash.generate.config import GenerateRun
+from dflash.generate.config import GenerateRun, RegenerateRun
 from dflash.generate.progress import GenerateProgress
 from dflash.generate.session import GenerateSession, Outcome
 from flows.progress import ARTIFACT_INTERVAL_S, listener
 from flows.tokenize_completions import RESULT
-from tasks.generation import generate_records, plan_generation, publish_batch, spot_check
+from tasks.generation import find_regenerable, generate_records, plan_generation, publish_batch, spot_check
 from tasks.settings import api_key, log_to_run, s3_credentials, settings
 
 RUNNER: Any = ThreadPoolTaskRunner(max_workers=4)  # its own generic type fits no flow decorator
@@ -63,6 +63,25 @@ def generate_completions(config: GenerateRun) -> dict[str, Any]:
         outcome = publish_batch(session, outcome, report)
     emit_completed(config, outcome)
     return summary(config, outcome)
+
+
+@flow(name="regenerate-completions", flow_run_name="regenerate-{config.source}", task_runner=RUNNER, **RESULT)
+def regenerate_completions(config: RegenerateRun) -> dict[str, Any]:
+    """Ask again for what a batch or a dataset version lacks: empty, tiny, cut and rejected records, into a new batch.
+
+    Args:
+        config: what is looked through, for what, and how it is generated.
+
+    Returns:
+        What was found, and the generation's own result.
+    """
+    log_to_run()
+    found = find_regenerable(config, settings().cache)
+    get_run_logger().info("%s: %s", config.source, found.to_json())
+    if found.prompts is None:
+        return found.to_json() | {"batch": config.generate.batch, "complete": False, "records": 0}
+    run = config.generate.model_copy(update={"prompts": found.prompts})
+    return found.to_json() | generate_completions.with_options(persist_result=False)(run)
 
 
 def _generate(session: GenerateSession, board: GenerationBoard) -> Outcome:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from prefect import task
 
+from dflash.generate.config import RegenerateRun
+from dflash.generate.regenerate import Search, find_prompts
 from dflash.generate.report import assess_batch, render_markdown, save_report
 from dflash.generate.session import GenerateSession, Outcome
 from tasks.policies import COMPUTE_TASK, STORE_TASK
+from tasks.settings import s3_credentials
 
 
 @task(name="plan-generation", **STORE_TASK)
 def plan_generation(session: GenerateSession) -> int:
     """Read prompts and batch; return how many prompts have no record yet."""
     return session.plan()
+
+
+@task(name="find-regenerable", **STORE_TASK)
+def find_regenerable(run: RegenerateRun, cache: Path) -> Search:
+    """Look through a batch or a dataset for records to ask for again."""
+    return find_prompts(run, s3_credentials(), cache)
 
 
 # Requests are retried inside; the batch's own objects say what is done, so a retry goes on where it was.

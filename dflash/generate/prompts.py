@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from dflash.data.chat import RESERVED_KWARGS
 from dflash.data.lines import ReadLimits, iter_lines
-from dflash.data.messages import normalise_message
+from dflash.data.messages import ROLE_ALIASES, normalise_message
 from dflash.data.records import Reason, bad_field
 from dflash.data.strict_json import check_finite, check_value, parse_json
 from dflash.errors import RecordError, UsageError
@@ -256,12 +256,18 @@ def _messages(record: Mapping[str, Any], strip_answers: bool) -> list[Any]:
         messages = [{"role": "user", "content": record["prompt"]}]
     if not isinstance(messages, list) or not messages:
         raise bad_field("messages", "a list of messages, or prompt as text", messages)
-    roles = [normalise_message(message, i, thinking_off=False)["role"] for i, message in enumerate(messages)]
-    if strip_answers and roles[-1] == "assistant":
-        messages, roles = messages[:-1], roles[:-1]
-    if not roles or roles[-1] == "assistant":
-        raise bad_field("messages", "a last message that isn't the assistant's (see strip_answers)", roles[-1:])
-    return messages
+    if strip_answers and _is_answer(messages[-1]):
+        messages = messages[:-1]  # whatever it holds: it isn't sent
+    plain = [normalise_message(message, i, thinking_off=False) for i, message in enumerate(messages)]
+    if not plain or plain[-1]["role"] == "assistant":
+        raise bad_field("messages", "a last message that isn't the assistant's (see strip_answers)", len(messages))
+    # As given where servers understand it: `from` and `value` are names of ours.
+    return [given if "role" in given else normal for given, normal in zip(messages, plain, strict=True)]
+
+
+def _is_answer(message: Any) -> bool:
+    role = message.get("role", message.get("from")) if isinstance(message, dict) else None
+    return isinstance(role, str) and ROLE_ALIASES.get(role) == "assistant"
 
 
 def _check_sampling(sampling: dict[str, Any]) -> None:

@@ -1,0 +1,183 @@
+"""`/v1/chat/completions` and what belongs to it: requests checked, replies in OpenAI's words with vLLM's token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from dflash.data.prompting import prompt_token_ids
+from dflash.data.tokenizer import TargetTokenizer
+from dflash.errors import RecordError, ServiceError
+from dflash.eval.sampling import Sampling
+from dflash.serving.decoding import Decoding
+from dflash.serving.engine import Decoded, Engine
+
+MAX_BODY_BYTES = 64 << 20
+
+
+class ChatRequest(BaseModel):
+    """The fields that are understood; others that clients send are passed over."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    temperature: float = Field(default=1.0, ge=0, le=5)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    return_token_ids: bool = False
+    # What would change the answer and isn't there is refused, not passed over.
+    n: Literal[1] | None = None
+    stream: Literal[False] | None = None
+    stop: None = None
+
+
+@dataclass
+class Refusal(Exception):  # noqa: N818 (a reply, not an error of ours)
+    """A reply other than 200."""
+
+    status: int
+    message: str
+    kind: str = "invalid_request_error"
+
+    def response(self) -> JSONResponse:
+        """The reply in OpenAI's words."""
+        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
+        content = {"error": {"message": self.message, "type": self.kind, "code": self.status}}
+        return JSONResponse(content, self.status, headers)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatServer:
+    """What the routes need.
+
+    Attributes:
+        engine: decodes.
+        tokenizer: the target's.
+        name: the model's name in requests and replies.
+        max_tokens: longest sequence, prompt included.
+        end_ids: end a sequence.
+    """
+
+    engine: Engine
+    tokenizer: TargetTokenizer
+    name: str
+    max_tokens: int
+    end_ids: Collection[int]
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route("/health", self._health),
+            Route("/v1/models", self._models),
+            Route("/v1/chat/completions", self._complete, methods=["POST"]),
+        ]
+        return Starlette(routes=routes)
+
+    async def _health(self, _request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok", "model": self.name})
+
+    async def _models(self, _request: Request) -> JSONResponse:
+        model = {
+            "id": self.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "dflash",
+            "max_model_len": self.max_tokens,
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _complete(self, request: Request) -> JSONResponse:
+        try:
+            asked = await _read(request)
+            decoding = await asyncio.to_thread(self._decoding, asked)
+            decoded = await self._decoded(decoding)
+        except Refusal as refusal:
+            return refusal.response()
+        return JSONResponse(self._reply(asked, decoding, decoded))
+
+    async def _decoded(self, decoding: Decoding) -> Decoded:
+        future = self.engine.submit(decoding)
+        if future is None:
+            raise Refusal(429, "too many requests wait; try again", "overloaded")
+        try:
+            return await asyncio.wrap_future(future)
+        except ServiceError as error:
+            raise Refusal(503, str(error), "overloaded") from error
+
+    def _decoding(self, asked: ChatRequest) -> Decoding:
+        """Render and check a request."""
+        if asked.model not in (None, self.name):
+            raise Refusal(404, f"the model {asked.model!r} is not served; expected {self.name!r}", "not_found_error")
+        try:
+            ids = prompt_token_ids(self.tokenizer, asked.messages, asked.tools, asked.chat_template_kwargs)
+        except RecordError as error:
+            raise Refusal(400, str(error)) from error
+        room = self.max_tokens - len(ids)
+        limit = asked.max_completion_tokens or asked.max_tokens or room
+        if not ids or limit > room or room < 1:
+            raise Refusal(
+                400,
+                f"This model's maximum context length is {self.max_tokens} tokens; the prompt has {len(ids)} and "
+                f"{limit} are asked for.",
+            )
+        seed = int.from_bytes(uuid.uuid4().bytes[:4]) if asked.seed is None else asked.seed % 2**63
+        return Decoding(ids, limit, Sampling(asked.temperature, asked.top_p, seed), asked.top_k)
+
+    def _reply(self, asked: ChatRequest, decoding: Decoding, decoded: Decoded) -> dict[str, Any]:
+        ended = decoded.ids[-1] in self.end_ids
+        text = self.tokenizer.backend.decode(decoded.ids[:-1] if ended else decoded.ids, skip_special_tokens=False)
+        choice: dict[str, Any] = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": "stop" if ended else "length",
+            "logprobs": None,
+        }
+        prompt, output = len(decoding.prompt_ids), len(decoded.ids)
+        reply: dict[str, Any] = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": self.name,
+            "choices": [choice],
+            "usage": {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output},
+            "dflash": {"seconds": round(decoded.seconds, 4), "tokens_per_s": round(output / decoded.seconds, 2)},
+        }
+        if decoded.accepted is not None:
+            rounds = len(decoded.accepted)
+            tau = (sum(decoded.accepted) + rounds) / rounds if rounds else 0.0
+            reply["dflash"] |= {"speculative": True, "rounds": rounds, "tau": round(tau, 3)}
+        if asked.return_token_ids:
+            choice["token_ids"] = decoded.ids
+            reply["prompt_token_ids"] = list(decoding.prompt_ids)
+        return reply
+
+
+async def _read(request: Request) -> ChatRequest:
+    """The body, bounded and checked."""
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise Refusal(413, f"the request has more than {MAX_BODY_BYTES >> 20} MiB")
+        chunks.append(chunk)
+    try:
+        return ChatRequest.model_validate_json(b"".join(chunks))
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
+        raise Refusal(400, problems) from error

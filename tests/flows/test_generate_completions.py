@@ -1,0 +1,67 @@
+"""The flows on a real Prefect server: artifacts, the event, a batch that the refresh would take."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash.generate.config import GenerateRun, RegenerateRun, SamplingOptions
+from tests.generate.conftest import prompt, write_prompts
+from tests.generate.stub_server import Stub, answer, serving
+
+pytestmark = pytest.mark.usefixtures("prefect_server", "home")
+
+
+def cut(request: dict[str, Any]) -> dict[str, Any]:
+    """Cuts short requests."""
+    return answer(request, finish_reason="length" if request["max_tokens"] < 50 else "stop")
+
+
+def test_a_batch_its_event_and_its_second_chance(tmp_path: Path) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+
+    from flows.generate_completions import generate_completions, regenerate_completions
+
+    path = write_prompts(tmp_path / "prompts.jsonl", [prompt(number) for number in range(12)])
+    with serving(Stub(answer=cut)) as stub:
+        run = GenerateRun(
+            prompts=str(path),
+            batch=str(tmp_path / "batches" / "first"),
+            endpoints=(stub.url,),
+            part_records=5,
+            sampling=SamplingOptions(max_tokens=20),
+        )
+        result = generate_completions(run)
+        assert (result["complete"], result["records"], result["failed"]) == (True, 12, 0)
+        again = generate_completions(run)
+        assert (again["complete"], again["new"]) == (True, 0)
+        fresh = run.model_copy(update={"batch": str(tmp_path / "batches" / "second")})
+        redone = regenerate_completions(RegenerateRun(source=run.batch, generate=fresh))
+        assert (redone["found"], redone["complete"], redone["records"]) == ({"length": 12}, True, 12)
+        assert {body["max_tokens"] for body in stub.bodies[-12:]} == {80}
+    report = json.loads((tmp_path / "batches" / "first" / "_report.json").read_text())
+    assert (report["num_records"], report["finish_reasons"]) == (12, {"length": 12})
+    with get_client(sync_client=True) as client:
+        wanted = ArtifactFilter(key=ArtifactFilterKey(any_=["generation-report", "generation-progress"]))
+        artifacts = client.read_artifacts(artifact_filter=wanted)
+        assert {"markdown", "progress"} == {artifact.type for artifact in artifacts}
+        assert any("12/12 done" in str(artifact.description) for artifact in artifacts)
+        names = _events(client)
+    assert {"generation.batch.first", "generation.batch.second"} <= names
+
+
+def _events(client: Any) -> set[str]:
+    """Resources of the events that reached the server."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        answered = client._client.post("/events/filter", json={"filter": {"event": {"prefix": ["generation."]}}})
+        names = {event["resource"]["prefect.resource.id"] for event in answered.json()["events"]}
+        if len(names) >= 2:
+            return names
+        time.sleep(0.5)
+    return set()

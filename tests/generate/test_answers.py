@@ -1,0 +1,162 @@
+"""What becomes of a reply: records that our reader accepts, or the reason why there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dflash.data.completions import normalise_record
+from dflash.generate.answers import Failure, make_record
+from dflash.generate.config import GenerateRun, SamplingOptions
+from dflash.generate.prompts import Prompt
+from dflash.generate.requests import OpenAIDialect, Request, SGLangDialect, make_request
+
+QUESTION = [{"role": "user", "content": "Why?"}]
+
+
+def request(thinking: bool | None = None, **fields: Any) -> Request:
+    run = GenerateRun(prompts="p", batch="b", endpoints=("http://a/v1",), thinking=thinking)
+    return make_request(Prompt("q", QUESTION, **fields), run, "m")
+
+
+def reply(message: dict[str, Any], finish: Any = "stop", **choice: Any) -> dict[str, Any]:
+    return {
+        "choices": [{"message": {"role": "assistant", **message}, "finish_reason": finish, **choice}],
+        "usage": {"completion_tokens": 3, "prompt_tokens": 2},
+    }
+
+
+def read(message: dict[str, Any], finish: Any = "stop", thinking: bool | None = None, **choice: Any) -> Any:
+    sampled = OpenAIDialect().read(reply(message, finish, **choice))
+    return make_record(request(thinking), sampled, "http://a/v1", 1)
+
+
+def test_a_record_keeps_what_training_needs() -> None:
+    asked = request(thinking=True, tools=[{"type": "function", "function": {"name": "f"}}], source="maths")
+    given = reply({"content": "Yes.", "reasoning": "Hm.", "tool_calls": None}, token_ids=[5, 6, 2])
+    record = make_record(asked, OpenAIDialect().read({**given, "prompt_token_ids": [1, 4]}), "http://a/v1", 2)
+    assert isinstance(record, dict)
+    assert record["messages"][-1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+    assert record["sampling"]["seed"] == asked.seed
+    assert "thinking_truncated" not in record
+    read_back = normalise_record(record)
+    assert (read_back.output_token_ids, read_back.prompt_token_ids) == ([5, 6, 2], [1, 4])
+    assert (read_back.output_tokens, read_back.finish_reason, read_back.source) == (3, "stop", "maths")
+    assert read_back.chat_template_kwargs == {"enable_thinking": True}
+    assert read_back.tools == asked.prompt.tools
+    assert record["request_hash"] == asked.hash == request(True, tools=asked.prompt.tools, source="other").hash
+
+
+@pytest.mark.parametrize(
+    ("message", "thinking"),
+    [
+        ({"content": None, "reasoning_content": "On and on"}, None),
+        ({"content": "", "reasoning": "On and on"}, True),
+        ({"content": "On and on"}, True),
+        ({"content": "<think>\nOn and on"}, None),
+    ],
+)
+def test_cut_thinking_is_never_an_answer(message: dict[str, Any], thinking: bool | None) -> None:
+    record = read(message, "length", thinking)
+    assert record["messages"][-1] == {"role": "assistant", "content": None, "reasoning_content": "On and on"}
+    assert record["thinking_truncated"]
+    assert normalise_record(record).messages[-1]["content"] is None
+
+
+@pytest.mark.parametrize(
+    ("message", "finish", "thinking", "content", "trace"),
+    [
+        ({"content": "Because"}, "length", False, "Because", None),
+        ({"content": "Because"}, "length", None, "Because", None),
+        ({"content": "Hm.\n</think>\n\nBecause"}, "length", True, "Because", "Hm."),
+        ({"content": "Because", "reasoning": "Hm."}, "length", True, "Because", "Hm."),
+        ({"content": "Because"}, "stop", True, "Because", None),
+    ],
+)
+def test_cut_answers_stay_answers(
+    message: dict[str, Any], finish: str, thinking: bool | None, content: str, trace: str | None
+) -> None:
+    record = read(message, finish, thinking)
+    assert "thinking_truncated" not in record
+    last = normalise_record(record).messages[-1]
+    assert (last["content"], last.get("reasoning_content")) == (content, trace)
+
+
+@pytest.mark.parametrize(
+    ("message", "finish", "kind"),
+    [
+        ({"content": ""}, "stop", "empty"),
+        ({"content": " \n"}, "stop", "empty"),
+        ({"content": None, "reasoning_content": ""}, "stop", "empty"),
+        ({"content": "Yes"}, "abort", "aborted"),
+        ({"content": "Yes"}, "content_filter", "aborted"),
+        ({"content": "Yes"}, None, "bad_reply"),
+        ({"content": "Yes"}, "whatever", "bad_reply"),
+        ({"content": 7}, "stop", "unusable_bad_field"),
+        ({"content": "Yes", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "tool_calls", None),
+    ],
+)
+def test_no_record_without_a_response(message: dict[str, Any], finish: Any, kind: str | None) -> None:
+    failure = read(message, finish)
+    assert isinstance(failure, Failure)
+    assert failure.may_retry
+    assert failure.kind == (kind or "unusable_tool_arguments_not_json")
+
+
+@pytest.mark.parametrize("broken", [{}, {"choices": []}, {"choices": [{"message": "text"}]}, [], "text", None])
+def test_replies_of_another_shape_are_told_apart(broken: Any) -> None:
+    with pytest.raises((LookupError, TypeError, ValueError, AttributeError)):
+        OpenAIDialect().read(broken)
+
+
+def test_seeds_depend_on_the_id_and_change_after_an_empty_answer() -> None:
+    run = GenerateRun(prompts="p", batch="b", endpoints=("http://a/v1",))
+    seeds = {make_request(Prompt(str(number), QUESTION), run, "m").seed for number in range(50)}
+    assert len(seeds) == 50
+    first = make_request(Prompt("1", QUESTION), run, "m")
+    assert first.seed == make_request(Prompt("1", QUESTION), run, "m").seed
+    assert first.with_other_seed(1).seed not in (first.seed, first.with_other_seed(2).seed)
+    assert first.with_other_seed(1).hash == first.hash
+    none = make_request(Prompt("1", QUESTION, sampling={"seed": None}), run, "m")
+    assert none.seed is None
+    assert none.with_other_seed(1) is none
+    assert "seed" not in OpenAIDialect().body(none)
+
+
+def test_arguments_of_earlier_calls_go_as_text() -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": {"a": "é", "b": None}}}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "1"},
+    ]
+    run = GenerateRun(prompts="p", batch="b", endpoints=("http://a/v1",), sampling=SamplingOptions(top_k=20))
+    asked = make_request(Prompt("q", messages), run, "m")
+    body = OpenAIDialect().body(asked)
+    assert body["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"a": "é", "b": null}'
+    assert body["top_k"] == 20
+    assert asked.prompt.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": "é", "b": None}
+
+
+def test_the_native_api_of_sglang_gives_ids(smollm2_tokenizer_dir: Any) -> None:
+    from dflash.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(smollm2_tokenizer_dir, probe=False)
+    dialect = SGLangDialect(tokenizer)
+    asked = request(sampling={"top_k": 5, "max_tokens": 9})
+    body = dialect.body(asked)
+    text = tokenizer.backend.decode(body["input_ids"], skip_special_tokens=False)
+    assert text.endswith("<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n")
+    assert body["sampling_params"] == {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "max_new_tokens": 9,
+        "top_k": 5,
+        "sampling_seed": asked.seed,
+    }
+    assert dialect.url("http://a:1/v1") == "http://a:1/generate"
+    meta = {"finish_reason": {"type": "length", "length": 2}, "completion_tokens": 2, "prompt_tokens": 8}
+    record = make_record(asked, dialect.read({"text": "Be", "output_ids": [7, 8], "meta_info": meta}), "a", 1)
+    assert isinstance(record, dict)
+    assert (record["output_token_ids"], record["finish_reason"], record["output_tokens"]) == ([7, 8], "length", 2)

@@ -1,0 +1,72 @@
+"""Limits and health of endpoints, by the loop's clock given as a number."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from dflash.generate.answers import Failure
+from dflash.generate.endpoints import FAULTS_IN_A_ROW, Endpoint, EndpointPool
+
+BUSY = Failure("too_many_requests", "", is_pressure=True)
+BROKEN = Failure("broken_connection", "", is_fault=True)
+
+
+def go(endpoint: Endpoint, outcomes: list[Failure | None], now: float = 0.0) -> None:
+    """Send as many as the endpoint takes, then let one end at a time."""
+    for outcome in outcomes:
+        while endpoint.free(now) >= 1:
+            endpoint.take()
+        endpoint.finish(outcome, now)
+
+
+def test_the_limit_grows_to_the_most_that_is_allowed() -> None:
+    endpoint = Endpoint("a", 1000)
+    go(endpoint, [None] * 2500)
+    assert endpoint.limit == 1000
+
+
+def test_a_few_refusals_are_noise() -> None:
+    endpoint = Endpoint("a", 256)
+    chance = random.Random(3)
+    go(endpoint, [BUSY if chance.random() < 0.02 else None for _ in range(8000)])
+    assert endpoint.limit > 200
+
+
+def test_the_limit_settles_where_the_server_stops_refusing() -> None:
+    endpoint = Endpoint("a", 1000)
+    for _ in range(6000):
+        while endpoint.free(0) >= 1:
+            endpoint.take()
+        endpoint.finish(BUSY if endpoint.in_flight > 100 else None, 0)
+    assert 60 <= endpoint.limit <= 150
+
+
+def test_a_dead_endpoint_rests_longer_and_longer_and_is_probed_by_one() -> None:
+    endpoint = Endpoint("a", 64)
+    go(endpoint, [BROKEN] * FAULTS_IN_A_ROW)
+    endpoint.in_flight = 0
+    assert endpoint.is_broken
+    assert endpoint.free(0.9) == 0
+    assert endpoint.free(1.1) == 1
+    endpoint.take()
+    assert endpoint.free(1.1) == 0
+    endpoint.finish(BROKEN, 1.1)
+    assert (endpoint.free(3.0), endpoint.free(3.2)) == (0, 1)
+    endpoint.take()
+    endpoint.finish(None, 3.2)
+    assert not endpoint.is_broken
+    assert endpoint.free(3.2) > 1
+
+
+def test_waiters_wake_when_a_rest_ends() -> None:
+    async def work() -> str:
+        pool = EndpointPool(("a",), 4)
+        for _ in range(FAULTS_IN_A_ROW):
+            endpoint = await pool.take()
+            pool.give_back(endpoint, BROKEN)
+        taken = await asyncio.wait_for(pool.take(), 10)
+        pool.give_back(taken, None)
+        return taken.url
+
+    assert asyncio.run(work()) == "a"

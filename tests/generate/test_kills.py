@@ -1,0 +1,150 @@
+"""A run that is killed with SIGKILL, at every write to the store and between requests: the next one ends it right."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import dflash.generate.session as session_module
+from dflash.generate.config import GenerateRun
+from dflash.generate.spool import OPEN
+from dflash.storage import Store, open_store
+from tests.generate.conftest import MakeRun, completions, generate, records
+from tests.generate.stub_server import Stub, serving
+from tests.storage.faults import FaultPlan, FaultStore
+
+NUM_PROMPTS = 25
+IDS = sorted(f"q-{number}" for number in range(NUM_PROMPTS))
+# Three parts with their indexes, then `_SUCCESS`.
+NUM_WRITES = 7
+
+
+def run_in_child(run: GenerateRun, work: Path, plan: FaultPlan, watch: Callable[[int], None] = lambda _: None) -> int:
+    """Run in a forked process, which shares nothing with this one but files and the server; return its wait status.
+
+    Forked and not spawned, since starting anew takes seconds for each of two dozen points; only the folder store is
+    used there.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            session_module.open_store = lambda *_: FaultStore(open_store(run.batch), plan)  # type: ignore[assignment]
+            generate(run, work)
+        except BaseException:  # noqa: BLE001 (the child must never go on as a test)
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    watch(child)
+    return os.waitpid(child, 0)[1]
+
+
+def check_rerun(run: GenerateRun, work: Path) -> None:
+    """A rerun completes the batch: each id once, parts and indexes agree, nothing is left on the disk."""
+    assert generate(run, work).is_complete
+    batch = Path(run.batch)
+    assert sorted(one.id or "" for one in completions(batch)) == IDS
+    for part in batch.glob("part-*.jsonl"):
+        index = json.loads((batch / "_parts" / part.with_suffix(".json").name).read_text())
+        assert [look["id"] for look in index["records"]] == [
+            json.loads(line)["id"] for line in part.read_text("utf-8").splitlines()
+        ]
+    success = json.loads((batch / "_SUCCESS").read_text())
+    assert success["num_records"] == sum(part["num_records"] for part in success["parts"]) == NUM_PROMPTS
+    assert not list(work.rglob("full-*"))
+    assert not (next(work.glob("generate-*")) / OPEN).read_bytes()
+
+
+def test_the_writes_are_those_that_are_struck(
+    tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = FaultPlan()
+
+    def open_counted(uri: str, *_: object) -> Store:
+        return FaultStore(open_store(uri), plan)
+
+    monkeypatch.setattr(session_module, "open_store", open_counted)
+    with serving(Stub()) as stub:
+        generate(make_run(stub, NUM_PROMPTS), tmp_path / "work")
+    assert len(plan.calls) == NUM_WRITES
+    assert plan.calls[-1] == "put_if_absent _SUCCESS"
+
+
+@pytest.mark.parametrize("point", range(1, NUM_WRITES + 1))
+def test_killed_at_a_write(tmp_path: Path, make_run: MakeRun, point: int) -> None:
+    with serving(Stub()) as stub:
+        for when in ("before", "after"):
+            folder = tmp_path / when
+            run = make_run(stub, NUM_PROMPTS, model="stub").model_copy(update={"batch": str(folder / "batch")})
+            status = run_in_child(run, folder / "work", FaultPlan(point, when, "kill"))  # type: ignore[arg-type]
+            assert os.WIFSIGNALED(status)
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            check_rerun(run, folder / "work")
+    assert max(stub.seen.values()) <= 2 + 2, "what was spooled is not asked for again"
+
+
+@pytest.mark.parametrize("num_requests", [1, 9, 17, 24])
+def test_killed_between_requests(tmp_path: Path, make_run: MakeRun, num_requests: int) -> None:
+    with serving(Stub(slots=1, service_s=0.01)) as stub:
+        run = make_run(stub, NUM_PROMPTS, model="stub", max_in_flight=2)
+
+        def kill(child: int) -> None:
+            deadline = time.monotonic() + 60
+            while sum(stub.seen.values()) < num_requests and time.monotonic() < deadline:
+                time.sleep(0.001)
+            os.kill(child, signal.SIGKILL)
+
+        status = run_in_child(run, tmp_path / "work", FaultPlan(), kill)
+        assert os.WIFSIGNALED(status)
+        check_rerun(run, tmp_path / "work")
+    # Lost are at most the two requests that were in flight, and one whose record was being written.
+    assert sum(stub.seen.values()) <= NUM_PROMPTS + 3
+
+
+@pytest.mark.parametrize("tail", [b'{"id": "q-3", "mess', b"\x00" * 64, b'{"id": "q-3"', b"not json\n"])
+def test_a_torn_spool_is_mended(tmp_path: Path, make_run: MakeRun, tail: bytes) -> None:
+    with serving(Stub()) as stub:
+        run = make_run(stub, NUM_PROMPTS, model="stub", part_records=1000)
+        generate(run.model_copy(update={"batch": str(tmp_path / "whole")}), tmp_path / "other")
+        lines = (tmp_path / "whole" / "part-00000.jsonl").read_bytes().splitlines(keepends=True)[:5]
+        spool = session_module.Spool(tmp_path / "work", run.batch, 10, 1 << 20)
+        spool.folder.mkdir(parents=True)
+        (spool.folder / OPEN).write_bytes(b"".join(lines) + tail)
+        stub.seen.clear()
+        check_rerun(run, tmp_path / "work")
+    assert sum(stub.seen.values()) == NUM_PROMPTS - len(lines)
+
+
+def test_two_runs_at_once_on_two_machines(tmp_path: Path, make_run: MakeRun) -> None:
+    with serving(Stub(slots=4, service_s=0.002)) as stub:
+        run = make_run(stub, NUM_PROMPTS, model="stub", part_records=3)
+        threads = [threading.Thread(target=_try_to_generate, args=(run, tmp_path / name)) for name in ("a", "b")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        generate(run, tmp_path / "a")
+    assert sorted(record["id"] for record in records(Path(run.batch))) == IDS
+
+
+def _try_to_generate(run: GenerateRun, work: Path) -> None:
+    generate(run, work)
+
+
+def test_a_second_run_on_one_machine_is_refused(tmp_path: Path, make_run: MakeRun) -> None:
+    from dflash.errors import UsageError
+
+    with serving(Stub()) as stub:
+        run = make_run(stub, 3)
+        with (
+            session_module.GenerateSession(run, None, tmp_path / "work"),
+            pytest.raises(UsageError, match="Another process on this machine"),
+        ):
+            generate(run, tmp_path / "work")

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash.errors import UsageError
+from dflash.generate.prompts import Prompt, open_prompts
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def opened(folder: Path, *lines: Any, name: str = "prompts.jsonl", **options: Any) -> list[Prompt]:
+    path = folder / name
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    source = open_prompts(str(path), folder, None, **options)
+    source.check()
+    return list(source)
+
+
+def test_fields_are_read_as_they_are(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": None}}}]
+    record = {
+        "id": 7,
+        "messages": MESSAGES,
+        "tools": tools,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "source": "maths",
+        "sampling": {"max_tokens": 5},
+        "other": 1,
+    }
+    (found,) = opened(tmp_path, record, "", name="p.jsonl.gz")
+    assert (found.id, found.messages, found.tools, found.source) == ("7", MESSAGES, tools, "maths")
+    assert (found.chat_template_kwargs, found.sampling) == ({"enable_thinking": False}, {"max_tokens": 5})
+
+
+def test_prompts_without_ids_are_named_by_content_and_repeats_stay(tmp_path: Path) -> None:
+    first = [one.id for one in opened(tmp_path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"})]
+    again = [one.id for one in opened(tmp_path, {"prompt": "b"}, {"prompt": "a"}, {"prompt": "a"})]
+    assert len(set(first)) == 3
+    assert sorted(first) == sorted(again)
+    assert first[2] == f"{first[0]}#2"
+
+
+def test_one_id_for_two_prompts_is_refused_by_name(tmp_path: Path) -> None:
+    lines = [{"id": "a", "messages": MESSAGES}, {"id": "b", "messages": MESSAGES}, {"id": "a", "messages": MESSAGES}]
+    with pytest.raises(UsageError, match=r"(?s)1 ids belong to more than one.*'a': prompts 1, 3"):
+        opened(tmp_path, *lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "invalid_json"),
+        ('{"id": "a", "id": "b"}', "duplicate_key"),
+        ([1], "not_an_object"),
+        ({"id": "a"}, "messages: expected a list"),
+        ({"id": "a", "messages": []}, "messages: expected a list"),
+        ({"id": "a", "messages": [{"role": "king", "content": "x"}]}, "unknown_role"),
+        ({"id": "a", "messages": [*MESSAGES, {"role": "assistant", "content": "x"}]}, "isn't the assistant's"),
+        ({"id": "", "messages": MESSAGES}, "id: expected"),
+        ({"id": "a", "messages": MESSAGES, "tools": {}}, "tools: expected"),
+        ({"id": "a", "messages": MESSAGES, "sampling": {"best_of": 2}}, "sampling: expected only"),
+        ({"id": "a", "messages": MESSAGES, "sampling": {"temperature": -1}}, "values in range"),
+        ({"id": "a", "messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "rendering itself sets"),
+        ({"id": "a", "messages": MESSAGES, "source": 5}, "source: expected"),
+    ],
+)
+def test_bad_lines_are_refused_by_place(tmp_path: Path, line: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=r"prompts.jsonl:2: ") as error:
+        opened(tmp_path, {"id": "ok", "messages": MESSAGES}, line)
+    assert message in str(error.value)
+
+
+def test_answers_are_stripped_when_asked_for(tmp_path: Path) -> None:
+    line = {"id": "a", "messages": [*MESSAGES, {"role": "assistant", "content": "x"}]}
+    assert opened(tmp_path, line, strip_answers=True)[0].messages == MESSAGES
+
+
+def test_nothing_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no prompts"):
+        opened(tmp_path, "")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="No prompts under"):
+        open_prompts(str(tmp_path / "empty"), tmp_path, None)
+
+
+def test_a_dataset_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(json.dumps({"prompt_id": "x", "messages": MESSAGES}) + "\n")
+    source = open_prompts(f"datasets:{folder}", tmp_path, None)
+    assert [(one.id, one.messages) for one in source] == [("x", MESSAGES)]

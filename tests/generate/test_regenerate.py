@@ -1,0 +1,112 @@
+"""What is found in a batch and in a dataset version, and that only that is asked again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash.config import GateThresholds, TokenizeRun
+from dflash.data.tokenize_run import tokenize_dataset
+from dflash.data.workspace import Workspace
+from dflash.errors import UsageError
+from dflash.generate.config import GenerateRun, RegenerateRun
+from dflash.generate.regenerate import find_prompts
+from tests.generate.conftest import completions, generate
+from tests.generate.stub_server import Stub, serving
+
+QUESTION = {"role": "user", "content": "Why is the sky blue?"}
+ANSWER = "Sunlight is scattered by air, and blue light most of all, so it comes from everywhere."
+
+
+def record(name: str, content: Any = ANSWER, **fields: Any) -> dict[str, Any]:
+    messages = [QUESTION, {"role": "assistant", "content": content}]
+    return {"id": name, "messages": messages, "finish_reason": "stop"} | fields
+
+
+RECORDS = [
+    record("good", output_tokens=21),
+    record("cut", finish_reason="length", output_tokens=128, sampling={"max_tokens": 128}),
+    record("empty", None),
+    record("tiny", "Yes.", output_tokens=3),
+    record("aborted", finish_reason="abort"),
+    record("conflict", f"<think>a</think>{ANSWER}", source="maths"),
+    {"id": "strange", "messages": [{"role": "king", "content": "x"}]},
+    record("broken-call", tools=[{"type": "function"}]),
+]
+RECORDS[5]["messages"][1]["reasoning_content"] = "b"
+RECORDS[7]["messages"][1]["tool_calls"] = [{"function": {"name": "f", "arguments": "{"}}]
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Path:
+    folder = tmp_path / "old"
+    folder.mkdir()
+    lines = [json.dumps(one) for one in RECORDS]
+    (folder / "a.jsonl").write_text("\n".join(lines[:4]) + "\n")
+    (folder / "b.jsonl").write_text("\n".join(lines[4:]) + '\n{"id": "torn", "mess')
+    return folder
+
+
+def make(source: Path, tmp_path: Path, url: str = "http://127.0.0.1:1/v1", **fields: Any) -> RegenerateRun:
+    run = GenerateRun(prompts="-", batch=str(tmp_path / "new"), endpoints=(url,))
+    return RegenerateRun(source=str(source), generate=run, **fields)
+
+
+def test_only_what_is_lacking_is_asked_again(tmp_path: Path, batch: Path) -> None:
+    with serving(Stub()) as stub:
+        run = make(batch, tmp_path, stub.url)
+        search = find_prompts(run, None, tmp_path / "cache")
+        assert search.found == {"length": 1, "empty": 1, "few_tokens": 1, "rejected": 3}
+        assert (search.num_records, search.num_lost) == (9, 1)
+        assert search.prompts is not None
+        assert find_prompts(run, None, tmp_path / "cache") == search, "asking again finds its own prompts"
+        generate(run.generate.model_copy(update={"prompts": search.prompts}), tmp_path / "work")
+        limits = {body["messages"][0]["content"]: body["max_tokens"] for body in stub.bodies}
+    assert limits == {QUESTION["content"]: limits[QUESTION["content"]]}
+    new = {one.id: one for one in completions(tmp_path / "new")}
+    assert sorted(new) == ["aborted", "broken-call", "conflict", "cut", "empty", "tiny"]
+    assert new["conflict"].source == "maths"
+    assert new["broken-call"].tools == [{"type": "function"}]
+    assert sorted(body["max_tokens"] for body in stub.bodies) == [512, *[8192] * 5]
+
+
+def test_findings_can_be_chosen(tmp_path: Path, batch: Path) -> None:
+    run = make(batch, tmp_path, findings=("length",), cut_max_tokens=1000)
+    search = find_prompts(run, None, tmp_path / "cache")
+    assert search.found == {"length": 1}
+    assert search.prompts is not None
+    (line,) = Path(search.prompts).read_text().splitlines()
+    assert json.loads(line)["sampling"] == {"max_tokens": 1000}
+    with pytest.raises(UsageError, match="begun with another source or other findings"):
+        find_prompts(make(batch, tmp_path), None, tmp_path / "cache")
+
+
+def test_nothing_lacking_asks_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "a.jsonl").write_text(json.dumps(RECORDS[0]) + "\n")
+    search = find_prompts(make(tmp_path / "old", tmp_path), None, tmp_path / "cache")
+    assert (search.prompts, search.found) == (None, {})
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_dataset_version_knows_its_loss_tokens_and_rejects(
+    tmp_path: Path, batch: Path, smollm2_tokenizer_dir: Path
+) -> None:
+    loose = {name: 1.0 for name, field in GateThresholds.model_fields.items() if name.endswith("_share")}
+    tokenize = TokenizeRun(
+        source=str(batch),
+        dataset=str(tmp_path / "train"),
+        tokenizer=str(smollm2_tokenizer_dir),
+        num_workers=1,
+        gate=GateThresholds(**loose, max_median_ratio=1000, min_median_ratio=0, max_damaged_files=9),
+    )
+    tokenize_dataset(tokenize, None, Workspace(tmp_path / "work", tmp_path / "cache"))
+    run = make(tmp_path / "train", tmp_path, few_tokens=3)
+    search = find_prompts(run, None, tmp_path / "cache")
+    # "Yes." and the end token are three loss tokens.
+    assert search.found == {"length": 1, "empty": 1, "few_tokens": 1, "rejected": 3}
+    with pytest.raises(UsageError, match="is no dataset root"):
+        find_prompts(make(batch, tmp_path, version="1"), None, tmp_path / "cache")

@@ -1,0 +1,71 @@
+"""`dflash serve` as a process: the official client, token ids, refusals, a whole generation, a clean end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from dflash.data.tokenizer import load_tokenizer
+from dflash.generate.config import GenerateRun, SamplingOptions
+from tests.generate.conftest import completions, generate, prompt, write_prompts
+
+
+@pytest.fixture(scope="module")
+def server(tiny_target: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    command = [str(Path(sys.executable).with_name("dflash")), "serve", str(tiny_target), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield json.loads(process.stdout.readline())["url"], process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_it_answers_the_official_client_and_a_whole_generation(
+    server: tuple[str, subprocess.Popen[str]], tmp_path: Path, smollm2_tokenizer_dir: Path
+) -> None:
+    url, process = server
+    assert url.startswith("http://127.0.0.1:")
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        messages = [{"role": "user", "content": "Name a colour."}]
+        reply = client.chat.completions.create(
+            model="tiny",
+            messages=messages,  # type: ignore[arg-type]
+            max_tokens=8,
+            temperature=0,
+            extra_body={"return_token_ids": True},
+        )
+        ids = reply.choices[0].token_ids  # type: ignore[attr-defined]
+        assert reply.usage is not None
+        assert reply.usage.completion_tokens == len(ids)
+        tokenizer = load_tokenizer(smollm2_tokenizer_dir)
+        shown = ids[:-1] if ids[-1] == 2 else ids
+        assert reply.choices[0].message.content == tokenizer.backend.decode(shown, skip_special_tokens=False)
+        for bad in ({"model": "other"}, {"max_tokens": 100_000}, {"n": 2}, {"messages": [{"role": "king"}]}):
+            with pytest.raises((openai.BadRequestError, openai.NotFoundError)):
+                client.chat.completions.create(**{"model": "tiny", "messages": messages, **bad})  # type: ignore[call-overload]
+    path = write_prompts(tmp_path / "prompts.jsonl", [prompt(number) for number in range(12)])
+    run = GenerateRun(
+        prompts=str(path),
+        batch=str(tmp_path / "batch"),
+        endpoints=(url,),
+        sampling=SamplingOptions(max_tokens=6, seed=3),
+        max_attempts=2,
+        max_failed_share=1,
+    )
+    assert generate(run, tmp_path / "work").is_complete
+    for one in completions(tmp_path / "batch"):
+        assert one.prompt_token_ids
+        assert one.output_tokens == len(one.output_token_ids or ())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
