@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ import pytest
 
 from dflash.config import GateThresholds, ShardRun, TokenizeRun
 from dflash.data.dataset import DatasetRoot
+from dflash.data.plan import ShardPlan
+from dflash.data.shard_job import LocalInput
+from dflash.data.tokenize_run import TokenizeSession
 from dflash.errors import DatasetError, GateError, ShardFailedError, UsageError
-from dflash.manifest import Manifest
+from dflash.manifest import Manifest, ShardReceipt
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "home")
 
@@ -74,22 +78,43 @@ def test_publishes_version_1_that_datasets_opens(
         assert sum(row["loss_mask"]) == row["num_loss_tokens"] == record["output_tokens"]
 
 
-def test_same_bytes_with_any_number_of_workers(
+def finish_in_reverse(monkeypatch: pytest.MonkeyPatch, num_shards: int) -> list[int]:
+    """Let each shard's task end only when the next shard's has; returns the order in which they ended."""
+    ended = [threading.Event() for _ in range(num_shards)]
+    order: list[int] = []
+    tokenize = TokenizeSession.tokenize
+
+    def tokenize_late(session: TokenizeSession, plan: ShardPlan, inputs: Iterable[LocalInput]) -> ShardReceipt:
+        receipt = tokenize(session, plan, inputs)
+        if plan.number + 1 < num_shards:
+            assert ended[plan.number + 1].wait(120)
+        order.append(plan.number)
+        ended[plan.number].set()
+        return receipt
+
+    monkeypatch.setattr(TokenizeSession, "tokenize", tokenize_late)
+    return order
+
+
+def test_same_bytes_with_1_and_16_workers_in_any_order(
     make_run: Callable[..., TokenizeRun], write_batch: BatchWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = write_batch()
-    manifests = []
-    for name, workers, files_per_download in (("one", 1, 1), ("many", 4, 3)):
-        monkeypatch.setenv("DFLASH_HOME", str(tmp_path / f"home-{name}"))
+    manifests, order = [], []
+    for workers, files_per_download in ((1, 1), (16, 3)):
+        monkeypatch.setenv("DFLASH_HOME", str(tmp_path / f"home-{workers}"))
         run = make_run(
             batch,
-            dataset=str(tmp_path / name),
-            files_per_shard=2,
+            dataset=str(tmp_path / f"dataset-{workers}"),
+            files_per_shard=1,
             num_workers=workers,
             files_per_download=files_per_download,
         )
+        if workers > 1:
+            order = finish_in_reverse(monkeypatch, num_shards=5)
         run_flow(run)
         manifests.append(current(run.dataset))
+    assert order == [4, 3, 2, 1, 0]
     assert manifests[0].digest == manifests[1].digest
     assert [entry.sha256 for entry in manifests[0].shards] == [entry.sha256 for entry in manifests[1].shards]
 
