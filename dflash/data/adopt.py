@@ -64,6 +64,10 @@ class Adoption:
         """What every row must keep to."""
         return RowLimits(self.tokenizer.vocab_size, self.options.max_seq_len)
 
+    def scratch(self, work: Path) -> Path:
+        """Folder for the files of this adoption: another one may run on this machine, of the same folder too."""
+        return work / "adopt" / fingerprint_of({"source": self.source.uri, "root": self.root.uri})[:16]
+
     @property
     def in_place(self) -> bool:
         """Whether the folder is the root itself."""
@@ -98,7 +102,7 @@ def adopt_dataset(job: Adoption, work: Path, progress: Progress | None = None) -
     if isinstance(expected, Manifest):
         return _adopted_before(job, expected)
     files = _list_files(job.source)
-    columns = plan_columns(read_schema(_fetch(job.source, files[0], work)), f"{job.source.uri}/{files[0].key}")
+    columns = plan_columns(read_schema(_fetch(job, files[0], work)), f"{job.source.uri}/{files[0].key}")
     adopted = []
     for number, info in enumerate(files):
         adopted.append(_adopt_file(job, number, info, columns, work))
@@ -183,8 +187,7 @@ def _list_files(source: Store) -> list[ObjectInfo]:
 
 def _adopt_file(job: Adoption, number: int, info: ObjectInfo, columns: ColumnPlan, work: Path) -> _Adopted:
     """Check a file, put its shard and index in place, and describe it."""
-    path = _fetch(job.source, info, work)
-    folder = work / "adopt"
+    path, folder = _fetch(job, info, work), job.scratch(work)
     folder.mkdir(parents=True, exist_ok=True)
     shard, index = folder / f"{number:05d}.arrow", folder / f"{number:05d}.index.arrow"
     with ShardWriter(shard, index) as writer:
@@ -205,13 +208,14 @@ def _adopt_file(job: Adoption, number: int, info: ObjectInfo, columns: ColumnPla
     return _Adopted(entry, item, rows)
 
 
-def _fetch(source: Store, info: ObjectInfo, work: Path) -> Path:
+def _fetch(job: Adoption, info: ObjectInfo, work: Path) -> Path:
     """The file on this machine: in place in a folder, else a copy named after the very object that was listed."""
+    source = job.source
     local = source.local_path(info.key)
     if local is not None:
         return local
     name = fingerprint_of({"source": source.uri, "key": info.key, "etag": info.etag, "size": info.size})
-    path = work / "adopt" / f"{name[:16]}-{Path(info.key).name}"
+    path = job.scratch(work) / f"{name[:16]}-{Path(info.key).name}"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         source.download(info.key, path, expect=info)

@@ -17,6 +17,8 @@ from dflash.data.restore import restore_version
 from dflash.data.verify import verify_dataset
 from dflash.errors import DatasetError, IntegrityError, PublishConflictError, UsageError
 from dflash.manifest import Manifest
+from dflash.storage import TransferLimits
+from dflash.storage.s3_clients import open_botocore
 from tests.data.small_roots import ROWS_PER_SHARD, Small, open_root
 
 
@@ -261,3 +263,18 @@ def test_on_a_server_and_from_there_to_a_folder(s3_server: object, tmp_path: Pat
     restore_version(pair.mirror, local)
     assert_whole(local, pair.versions[2])
     assert len(json.loads(local.store.read("state.json"))["_data_files"]) * ROWS_PER_SHARD == 6
+
+
+def test_a_backup_in_another_bucket(s3_server: object, tmp_path: Path) -> None:
+    credentials, bucket = s3_server.credentials, f"backups-{uuid.uuid4().hex[:8]}"  # type: ignore[attr-defined]
+    client = open_botocore(credentials, TransferLimits(), read_timeout_s=15)
+    client.create_bucket(Bucket=bucket)
+    client.close()
+    root = open_root(f"{s3_server.uri}/{uuid.uuid4().hex}", tmp_path, credentials)  # type: ignore[attr-defined]
+    manifest = Small(root, tmp_path / "work").merge(0)
+    mirror = open_mirror(root, f"s3://{bucket}/train", credentials)
+    assert backup_version(root, manifest, mirror).shards_copied == 1
+    assert_whole(mirror, manifest)
+    root.store.delete(["state.json", manifest.shards[0].key])
+    assert restore_version(mirror, root).shards_copied == 1
+    assert_whole(root, manifest)
