@@ -87,8 +87,16 @@ class TrainConfig(RunModel):
     max_seconds: float | None = Field(
         default=None, gt=0, description="Wall clock at most, resumed time included; the schedule then depends on speed."
     )
-    draft_vocab_size: int | None = Field(
-        default=None, ge=2, description="Train on the commonest ids only: cheaper steps, rarer ids are never drafted."
+    loss_vocab_size: int | None = Field(
+        default=None,
+        ge=8,
+        description="Ids that a step's loss looks at: the commonest, the step's own labels, and a random sample that "
+        "stands for all others. Makes steps cheap where the head costs most; the drafter still drafts any id.",
+    )
+    warm_start: bool = Field(
+        default=False,
+        description="Begin at the frequencies of the written tokens and with heads that look at the nearest ones: "
+        "spares a run of minutes its first thousand steps.",
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="Autocast of the drafter; `auto` is bfloat16 on CUDA. Weights are always fp32."
@@ -109,6 +117,10 @@ class TrainConfig(RunModel):
             raise ValueError("set num_epochs, max_steps or max_seconds: without one the run has no end and no schedule")
         if self.replay.steps and not self.replay.max_bytes:
             raise ValueError("replay.steps needs replay.max_bytes: there is nothing to replay from")
+        if self.loss_vocab_size is not None and self.loss.objective == "kl":
+            raise ValueError("kl compares whole distributions: leave loss_vocab_size out, or use cross_entropy")
+        if self.warm_start and self.sharding == "fsdp":
+            raise ValueError("warm_start changes whole weights: use sharding replicate, or turn warm_start off")
         if self.replay.max_bytes and self.loss.objective == "kl":
             raise ValueError("replay keeps features, not the target's final states that kl needs: use cross_entropy")
         return self

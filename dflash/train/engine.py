@@ -22,12 +22,12 @@ from dflash.model.attention import BlockLayout
 from dflash.model.drafter import Drafter, block_embeddings
 from dflash.train.anchors import sample_anchors
 from dflash.train.config import TrainConfig
-from dflash.train.loss import LossSums, block_loss, slot_targets
+from dflash.train.loss import LossSums, SlotTargets, block_loss, slot_targets
 from dflash.train.optim import learning_rate, make_optimizer, scale_and_clip, set_learning_rate
 from dflash.train.packed import PackedRow, row_slices
 from dflash.train.replay import FeatureModel, Features
 from dflash.train.seeds import named_generator
-from dflash.train.vocabulary import DraftVocabulary
+from dflash.train.vocabulary import LossVocabulary
 from dflash.train.world import World
 
 _SCALARS = ("numerator", "weight", "tokens", "rows", "anchors", "skipped_rows", "stop")
@@ -84,7 +84,7 @@ class Engine:
         target: frozen.
         features: computes or replays the target's features.
         world: the ranks.
-        vocabulary: ids that may be drafted, None for all.
+        vocabulary: samples the ids of each loss; None takes all.
         halved: packs are split in two since an out-of-memory error.
     """
 
@@ -93,16 +93,13 @@ class Engine:
     target: FeatureModel
     features: Features
     world: World
-    vocabulary: DraftVocabulary | None = None
+    vocabulary: LossVocabulary | None = None
     halved: bool = False
     optimizer: torch.optim.AdamW = field(init=False)
-    _head_VH: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        """Set up the optimiser and the part of the head that is trained on."""
+        """Set up the optimiser."""
         self.optimizer = make_optimizer(self.drafter, self.config.optimizer)
-        head_VH = self.target.head_VH
-        self._head_VH = head_VH if self.vocabulary is None else self.vocabulary.head(head_VH)
 
     @property
     def device(self) -> torch.device:
@@ -205,7 +202,8 @@ class Engine:
         anchor_N = sample_anchors(loss_mask_S, packed.document_S, self.config.num_anchors, generator)
         if not len(anchor_N):
             return False
-        loss = self._loss(replace(packed, loss_mask_S=loss_mask_S), anchor_N, features_SF, teacher_SH)
+        hidden_NBH, targets = self._draft(replace(packed, loss_mask_S=loss_mask_S), anchor_N, features_SF)
+        loss = self._loss(hidden_NBH, targets, teacher_SH, generator)
         if not torch.isfinite(loss.numerator) and not self._is_sharded:
             sums.add(skipped_rows=len(pack.rows) - bad_rows)
             return False
@@ -220,7 +218,8 @@ class Engine:
             return self.features.of(pack, packed), None
         return self.target.features_and_final(packed.ids_S, packed.position_S, packed.document_S)
 
-    def _loss(self, packed: PackedRow, anchor_N: Tensor, features_SF: Tensor, teacher_SH: Tensor | None) -> LossSums:
+    def _draft(self, packed: PackedRow, anchor_N: Tensor, features_SF: Tensor) -> tuple[Tensor, SlotTargets]:
+        """Run the drafter over the blocks; return its final states [N, B, H] and what they should say."""
         ids_S, mask_S, position_S, document_S, anchor_N = (
             tensor.to(self.device, non_blocking=True)
             for tensor in (packed.ids_S, packed.loss_mask_S, packed.position_S, packed.document_S, anchor_N)
@@ -232,10 +231,16 @@ class Engine:
             features_SF, embeddings_NBH = features_SF.float(), embeddings_NBH.float()
         with self._autocast():
             hidden_NBH = self.drafter(features_SF, embeddings_NBH, layout)
-        targets = slot_targets(ids_S, mask_S, document_S, anchor_N, config.block_size)
+        return hidden_NBH, slot_targets(ids_S, mask_S, document_S, anchor_N, config.block_size)
+
+    def _loss(
+        self, hidden_NBH: Tensor, targets: SlotTargets, teacher_SH: Tensor | None, generator: torch.Generator
+    ) -> LossSums:
+        head_VH, offset_V = self.target.head_VH, None
         if self.vocabulary is not None:
-            targets = self.vocabulary.renumber(targets)
-        return block_loss(hidden_NBH, self._head_VH, targets, self.config.loss.options(config.block_size), teacher_SH)
+            head_VH, offset_V, targets = self.vocabulary.sample(head_VH, targets, generator)
+        options = self.config.loss.options(self.drafter.config.block_size)
+        return block_loss(hidden_NBH, head_VH, targets, options, teacher_SH, offset_V)
 
     def _autocast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._uses_autocast)

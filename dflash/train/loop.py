@@ -14,7 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from dflash.data.batches import BatchOrder, BatchState, Pack, ShardSource, Share, rank_share
 from dflash.data.prefetch import prefetch
@@ -28,10 +31,14 @@ from dflash.train.metrics import MetricsWriter
 from dflash.train.replay import FeatureModel, Features
 from dflash.train.resume import DataIdentity, check_resumable
 from dflash.train.sharding import full_state, load_full_state
-from dflash.train.vocabulary import DraftVocabulary, commonest_ids
+from dflash.train.vocabulary import LossVocabulary, count_written_ids
+from dflash.train.warm_start import warm_start
 from dflash.train.world import World
 
 CHECKPOINTS = "checkpoints"
+
+# Rows that a warm start measures averages on.
+WARM_START_TOKENS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +133,15 @@ class Run:
             check_resumable(snapshot.record, config, self._hooks.identity, fingerprint(), run_dir)
         device = target.head_VH.device
         features = Features(target, config.replay, device)
-        vocabulary = self._vocabulary(snapshot, drafter.config.vocab_size, device)
-        self.engine = Engine(config, drafter.to(device), target, features, self._world, vocabulary)
+        drafter.to(device)
+        begins_warm = config.warm_start and snapshot is None
+        vocabulary = None
+        if begins_warm or config.loss_vocab_size is not None:
+            counts_V = count_written_ids(source, drafter.config.vocab_size)
+            vocabulary = self._vocabulary(counts_V, target.head_VH)
+            if begins_warm:
+                self._warm_start(drafter, target, counts_V)
+        self.engine = Engine(config, drafter, target, features, self._world, vocabulary)
         if snapshot is not None:
             self._restore(snapshot)
         self._last_loss: float | None = None
@@ -257,7 +271,6 @@ class Run:
                 "progress": {**asdict(self.progress), "batch": self.progress.batch.to_json()},
                 "config": self.config.model_dump(mode="json"),
                 "drafter": engine.drafter.config.model_dump(mode="json"),
-                "draft_ids": None if engine.vocabulary is None else engine.vocabulary.ids_D.tolist(),
                 "halved": engine.halved,
                 "environment": fingerprint(),
                 "data": None if self._hooks.identity is None else self._hooks.identity.to_json(),
@@ -276,9 +289,16 @@ class Run:
         fields = dict(snapshot.record["progress"])
         self.progress = Progress(**{**fields, "batch": BatchState.from_json(fields["batch"])})
 
-    def _vocabulary(self, snapshot: Snapshot | None, vocab_size: int, device: torch.device) -> DraftVocabulary | None:
-        size = self.config.draft_vocab_size
-        if size is None or size >= vocab_size:
-            return None
-        ids = commonest_ids(self._source, vocab_size, size) if snapshot is None else snapshot.record["draft_ids"]
-        return DraftVocabulary.of(ids, vocab_size, device)
+    def _vocabulary(self, counts_V: npt.NDArray[np.int64], head_VH: Tensor) -> LossVocabulary | None:
+        size = self.config.loss_vocab_size
+        return None if size is None or size >= len(head_VH) else LossVocabulary.of(counts_V, size, head_VH)
+
+    def _warm_start(self, drafter: Drafter, target: FeatureModel, counts_V: npt.NDArray[np.int64]) -> None:
+        """Set the initial weights by the first rows of the data, a thousand tokens or more."""
+        order = BatchOrder(self.config.seed, self.config.pack_tokens, self.config.window_rows, 1)
+        packs: list[Pack] = []
+        for pack in order.packs(self._source):
+            packs.append(pack)
+            if sum(one.num_tokens for one in packs) >= WARM_START_TOKENS:
+                break
+        warm_start(drafter, target, packs, torch.from_numpy(counts_V))

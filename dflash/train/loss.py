@@ -13,7 +13,7 @@ S tokens of the packed row, M slots of a chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,15 +82,17 @@ def block_loss(
     targets: SlotTargets,
     options: LossOptions,
     teacher_SH: Tensor | None = None,
+    offset_V: Tensor | None = None,
 ) -> LossSums:
     """Sum the loss of all blocks.
 
     Args:
         hidden_NBH: the drafter's final states; slot 0 is not used.
-        head_VH: the target's frozen output head (or the rows of it that the drafter may say, with labels renumbered).
+        head_VH: the target's frozen output head, or a sample of its rows, with labels renumbered.
         targets: of these blocks.
         options: objective, weights, chunk.
         teacher_SH: the target's final states behind its last norm; needed for `kl`.
+        offset_V: added to the logits of sampled rows; accuracy is counted without it.
 
     Raises:
         UsageError: `kl` without `teacher_SH`.
@@ -98,7 +100,7 @@ def block_loss(
     if options.objective == "kl" and teacher_SH is None:
         raise UsageError("The objective `kl` needs the target's final states. Use `cross_entropy`, or pass teacher_SH.")
     run: Any = _ChunkedLoss.apply
-    numerator, weight, hits_L, counts_L = run(hidden_NBH[:, 1:], head_VH, targets, options, teacher_SH)
+    numerator, weight, hits_L, counts_L = run(hidden_NBH[:, 1:], _Head(head_VH, offset_V), targets, options, teacher_SH)
     return LossSums(numerator, weight, hits_L, counts_L)
 
 
@@ -122,6 +124,13 @@ def slot_weights(nll_NL: Tensor, counts_NL: Tensor, options: LossOptions) -> Ten
     return counts_NL * prefix_NL.flip(1).cumsum(dim=1).flip(1)
 
 
+class _Head(NamedTuple):
+    """Rows of the head, and what is added to their logits."""
+
+    rows_VH: Tensor
+    offset_V: Tensor | None
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Loss and gradient of the hidden states in one pass over chunks of blocks."""
 
@@ -129,7 +138,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden_NLH: Tensor,
-        head_VH: Tensor,
+        head: _Head,
         targets: SlotTargets,
         options: LossOptions,
         teacher_SH: Tensor | None,
@@ -141,7 +150,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(hidden_NLH), options.chunk_blocks):
             part = slice(start, start + options.chunk_blocks)
             teacher_MH = None if teacher_SH is None else teacher_SH[targets.teacher_row_NL[part].flatten()]
-            chunk = _Chunk(hidden_NLH[part], head_VH, targets.label_NL[part], targets.counts_NL[part])
+            chunk = _Chunk(hidden_NLH[part], head, targets.label_NL[part], targets.counts_NL[part])
             loss, weight_NL, hit_NL = chunk.run(options, teacher_MH, grad_NLH[part])
             numerator += loss
             rows = (weight_NL, hit_NL & chunk.counts_NL, chunk.counts_NL)
@@ -166,18 +175,22 @@ class _Chunk:
     """Some blocks with their labels."""
 
     hidden_NLH: Tensor
-    head_VH: Tensor
+    head: _Head
     label_NL: Tensor
     counts_NL: Tensor
 
     def run(self, options: LossOptions, teacher_MH: Tensor | None, grad_NLH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the chunk's loss, weights and hits, and write its gradient into `grad_NLH`."""
-        hidden_MH = self.hidden_NLH.reshape(-1, self.hidden_NLH.shape[-1]).to(self.head_VH.dtype)
+        hidden_MH = self.hidden_NLH.reshape(-1, self.hidden_NLH.shape[-1]).to(self.head.rows_VH.dtype)
         label_M1 = self.label_NL.reshape(-1, 1)
-        p_MV = (hidden_MH @ self.head_VH.T).float()
+        p_MV = (hidden_MH @ self.head.rows_VH.T).float()
         max_M1 = p_MV.amax(dim=1, keepdim=True)
         score_M1 = p_MV.gather(1, label_M1)
         hit_NL = (score_M1 >= max_M1).view_as(self.label_NL)
+        if self.head.offset_V is not None:
+            p_MV.add_(self.head.offset_V)
+            max_M1 = p_MV.amax(dim=1, keepdim=True)
+            score_M1 = p_MV.gather(1, label_M1)
         p_MV.sub_(max_M1).exp_()
         total_M1 = p_MV.sum(dim=1, keepdim=True)
         nll_M1 = total_M1.log() + max_M1 - score_M1
@@ -189,11 +202,11 @@ class _Chunk:
             p_MV.scatter_add_(1, label_M1, p_MV.new_full((1, 1), -1.0).expand_as(label_M1))
         else:
             assert teacher_MH is not None
-            value_M1 = _kl_in_place(p_MV, (teacher_MH.to(self.head_VH.dtype) @ self.head_VH.T).float())
+            value_M1 = _kl_in_place(p_MV, (teacher_MH.to(self.head.rows_VH.dtype) @ self.head.rows_VH.T).float())
         # A slot without weight may hold anything, so its value is left out, not multiplied by 0.
         loss = torch.where(weight_M1 > 0, value_M1 * weight_M1, 0.0).sum()
         p_MV.mul_(weight_M1)
-        grad_NLH.copy_((p_MV.to(self.head_VH.dtype) @ self.head_VH).view_as(grad_NLH))
+        grad_NLH.copy_((p_MV.to(self.head.rows_VH.dtype) @ self.head.rows_VH).view_as(grad_NLH))
         return loss, weight_NL, hit_NL
 
 

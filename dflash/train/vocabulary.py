@@ -1,69 +1,117 @@
-"""The ids that a drafter may say.
+"""The ids that a step's loss looks at.
 
-A drafter for a small machine spends most of a step on the head of the whole vocabulary. Restricted to the commonest
-ids of the training data a step costs a quarter; a rarer id is never drafted, so its slot teaches nothing and ends the
-accepted prefix at inference.
+A drafter for a small machine spends most of a step on the head of the whole vocabulary. A sampled softmax costs a
+quarter: the commonest ids of the training data always take part, the labels of the step do, and so does a random sample
+of all others, anew in each micro-batch and weighted for those it stands for. The drafter so learns to leave alone what
+never occurs, and drafts over the whole head like any other.
 
-Legend: V vocabulary, D ids that may be drafted, H hidden size.
+Legend: V vocabulary, C ids that always take part, E ids of a micro-batch, H hidden size, N blocks, L predicted slots.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from dflash.data.batches import BatchOrder, ShardSource
 from dflash.train.loss import SlotTargets
 
+# Of the ids of a micro-batch, the share that is drawn at random.
+DRAWN_SHARE = 0.125
 
-@dataclass(frozen=True, slots=True)
-class DraftVocabulary:
-    """A part of the vocabulary.
+
+class SampledHead(NamedTuple):
+    """The part of the head that a micro-batch is trained on.
 
     Attributes:
-        ids_D: int64, ascending.
-        index_V: int64, place of each id in `ids_D`, -1 where it has none.
+        head_EH: rows of the target's head.
+        offset_E: added to the logits: the log of how many ids each stands for.
+        targets: with labels renumbered to these rows.
     """
 
-    ids_D: Tensor
-    index_V: Tensor
+    head_EH: Tensor
+    offset_E: Tensor
+    targets: SlotTargets
+
+
+@dataclass(frozen=True, slots=True)
+class LossVocabulary:
+    """The commonest ids, and how to sample the others.
+
+    Attributes:
+        common_C: int64, ascending.
+        place_V: int64, place of each id in `common_C`, -1 where it has none.
+        common_head_CH: the head's rows of these.
+        num_drawn: ids drawn from all others.
+    """
+
+    common_C: Tensor
+    place_V: Tensor
+    common_head_CH: Tensor
+    num_drawn: int
 
     @classmethod
-    def of(cls, ids: list[int], vocab_size: int, device: torch.device) -> DraftVocabulary:
-        """Build both directions."""
-        ids_D = torch.tensor(sorted(ids), dtype=torch.int64, device=device)
-        index_V = torch.full((vocab_size,), -1, dtype=torch.int64, device=device)
-        index_V[ids_D] = torch.arange(len(ids_D), device=device)
-        return cls(ids_D, index_V)
+    def of(cls, counts_V: npt.NDArray[np.int64], size: int, head_VH: Tensor) -> LossVocabulary:
+        """Choose the commonest ids.
 
-    def head(self, head_VH: Tensor) -> Tensor:
-        """Return the head's rows for these ids, [D, H]."""
-        return head_VH[self.ids_D].contiguous()
+        Args:
+            counts_V: occurrences of each id.
+            size: ids of a micro-batch, `DRAWN_SHARE` of them drawn; less than V.
+            head_VH: the target's head.
+        """
+        num_drawn = max(1, round(size * DRAWN_SHARE))
+        common = np.sort(np.argsort(-counts_V, kind="stable")[: size - num_drawn])
+        common_C = torch.from_numpy(common).to(head_VH.device)
+        place_V = torch.full((len(counts_V),), -1, dtype=torch.int64, device=head_VH.device)
+        place_V[common_C] = torch.arange(len(common_C), device=head_VH.device)
+        return cls(common_C, place_V, head_VH[common_C].contiguous(), num_drawn)
 
-    def renumber(self, targets: SlotTargets) -> SlotTargets:
-        """Turn labels into places; slots whose label has none don't count."""
-        place_NL = self.index_V[targets.label_NL]
-        return replace(targets, label_NL=place_NL.clamp(min=0), counts_NL=targets.counts_NL & (place_NL >= 0))
+    def sample(self, head_VH: Tensor, targets: SlotTargets, generator: torch.Generator) -> SampledHead:
+        """Draw the ids of a micro-batch.
+
+        Args:
+            head_VH: the target's head.
+            targets: labels by id.
+            generator: on the CPU; it alone decides what is drawn.
+        """
+        labels = torch.unique(targets.label_NL[targets.counts_NL])
+        rare = labels[self.place_V[labels] < 0]
+        rest = self.place_V < 0
+        rest[rare] = False
+        candidates = rest.nonzero().flatten()
+        chosen = torch.randint(len(candidates), (self.num_drawn,), generator=generator) if len(candidates) else None
+        drawn = candidates[:0] if chosen is None else candidates[torch.unique(chosen).to(candidates.device)]
+        extra = torch.cat([rare, drawn])
+        offset_E = torch.zeros(len(self.common_C) + len(extra), device=head_VH.device)
+        if len(drawn):
+            offset_E[-len(drawn) :] = math.log(len(candidates) / len(drawn))
+        place_V = self.place_V.clone()
+        place_V[extra] = torch.arange(len(self.common_C), len(offset_E), device=head_VH.device)
+        # A label that doesn't count may be none of these ids: any place will do.
+        renumbered = replace(targets, label_NL=place_V[targets.label_NL].clamp(min=0))
+        return SampledHead(torch.cat([self.common_head_CH, head_VH[extra]]), offset_E, renumbered)
 
 
-def commonest_ids(source: ShardSource, vocab_size: int, size: int, max_tokens: int = 20_000_000) -> list[int]:
-    """Return the `size` commonest ids among the tokens that the target wrote, ascending.
+def count_written_ids(source: ShardSource, vocab_size: int, max_tokens: int = 20_000_000) -> npt.NDArray[np.int64]:
+    """Count the ids that the target wrote, [V].
 
     Args:
         source: the dataset.
         vocab_size: V.
-        size: D; ids that never occur fill it up, lowest first.
         max_tokens: tokens to look at.
     """
-    counts = np.zeros(vocab_size, dtype=np.int64)
+    counts_V = np.zeros(vocab_size, dtype=np.int64)
     seen = 0
     for pack in BatchOrder(seed=0, pack_tokens=1 << 30, num_epochs=1).packs(source):
         written = [row.input_ids[row.loss_mask] for row in pack.rows]
-        counts += np.bincount(np.concatenate(written), minlength=vocab_size)
+        counts_V += np.bincount(np.concatenate(written), minlength=vocab_size)
         seen += pack.num_tokens
         if seen >= max_tokens:
             break
-    return sorted(np.argsort(-counts, kind="stable")[:size].tolist())
+    return counts_V

@@ -63,7 +63,7 @@ def assert_same(first: TrainResult, second: TrainResult) -> None:
         {},
         {"accumulation": 2},
         {"replay": ReplayConfig(max_bytes=4000, steps=2, dtype="bfloat16")},
-        {"draft_vocab_size": 9, "loss": LossConfig(weighting="d_pace")},
+        {"loss_vocab_size": 16, "loss": LossConfig(weighting="d_pace"), "warm_start": True},
     ],
     ids=["plain", "accumulation", "replay", "d_pace"],
 )
