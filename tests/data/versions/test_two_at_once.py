@@ -151,8 +151,11 @@ def test_one_is_stopped_anywhere_while_the_other_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_both_are_stopped_wherever_it_matters(tmp_path: Path) -> None:
-    points = [number for number, call in numbers(local(tmp_path / "alone")) if matters(call)]
+def test_both_are_stopped_before_what_they_write(tmp_path: Path) -> None:
+    looks = ("list", "head", "read", "download")
+    calls = [(number, call) for number, call in numbers(local(tmp_path / "alone")) if matters(call)]
+    points = [number for number, call in calls if not call.startswith(looks)]
+    assert len(points) >= 9
     for first, second in itertools.product(points, points):
         place = local(tmp_path / f"{first}-{second}")
         race(place, first, second)
