@@ -3,7 +3,8 @@
     python benchmarks/scale.py [--files 200 1805] [--records 500] [--tokenizer DIR] [--json]
 
 Each size runs in a process of its own, against one Prefect server on SQLite, one download task a file. The peak memory
-of every process of the run is sampled.
+of every process of the run is sampled; `times first` is the largest ratio of such a peak to that of the same kind of
+process at the first size, 1 being flat.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ def aws_environment(server: SeaweedServer) -> dict[str, str]:
 
 
 class PeakMemory:
-    """Samples the resident memory of a process and its children; keeps the largest of each role."""
+    """Samples the resident memory of the flow's process, its workers, and the servers; keeps the largest of each."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
         self._stop = threading.Event()
-        self.flow_mb = self.worker_mb = 0.0
+        self.flow_mb = self.worker_mb = self.server_mb = 0.0
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()
 
@@ -80,8 +81,10 @@ class PeakMemory:
         while not self._stop.wait(0.5):
             self.flow_mb = max(self.flow_mb, _resident_mb(self._process))
             with contextlib.suppress(psutil.Error):
-                children = self._process.children(recursive=True)
-                self.worker_mb = max(self.worker_mb, *map(_resident_mb, children), 0.0)
+                workers = self._process.children(recursive=True)
+                servers = set(psutil.Process().children(recursive=True)) - {self._process, *workers}
+                self.worker_mb = max(self.worker_mb, *map(_resident_mb, workers), 0.0)
+                self.server_mb = max(self.server_mb, *map(_resident_mb, servers), 0.0)
 
 
 def _resident_mb(process: psutil.Process) -> float:
@@ -129,11 +132,18 @@ def run_size(num_files: int, records: int, tokenizer: Path, folder: Path, server
         "wall s": round(time.perf_counter() - start, 1),
         "flow peak MB": round(memory.flow_mb),
         "worker peak MB": round(memory.worker_mb),
+        "server peak MB": round(memory.server_mb),
     }
 
 
+def flatness(row: dict[str, Any], first: dict[str, Any]) -> float:
+    """How many times the memory of the first size the kind of process that grew most takes."""
+    ratios: list[float] = [row[name] / max(first[name], 1) for name in row if name.endswith("peak MB")]
+    return round(max(ratios), 2)
+
+
 def main() -> None:
-    """Run each size, print the table."""
+    """Run each size, print the table or, with `--json`, one object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--files", type=int, nargs="+", default=[200, 1805])
     parser.add_argument("--records", type=int, default=500)
@@ -148,7 +158,7 @@ def main() -> None:
                 tokenizer = arguments.tokenizer.resolve()
                 rows.append(run_size(num_files, arguments.records, tokenizer, Path(folder), server))
         stop_seaweedfs(Path(data))
-    print_table(rows, arguments.json)
+    print_table([row | {"times first": flatness(row, rows[0])} for row in rows], arguments.json)
 
 
 if __name__ == "__main__":
