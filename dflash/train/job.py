@@ -121,6 +121,7 @@ def thinking_mix(run: TrainRun, manifest: Manifest, source: VersionShards) -> di
             *(run.target, tokenizer.fingerprint[:12], manifest.name, manifest.tokenizer.name),
             manifest.tokenizer.fingerprint[:12],
         )
+        return {}
     first = next(index for index, rows in enumerate(source.num_rows) if rows)
     return count_thinking(source.fetch(first), source.num_rows[first], tokenizer)
 
@@ -141,12 +142,12 @@ def pick_device(choice: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def target_shape(text_config: Any, dtype: torch.dtype) -> TargetShape:
+def target_shape(text_config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> TargetShape:
     """Count a target's parameters by its architecture, without memory for them."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(text_config)
+        model = AutoModelForCausalLM.from_config(text_config, trust_remote_code=trust_remote_code)
     return TargetShape(
         num_parameters=sum(weight.numel() for weight in model.parameters()),
         hidden_size=int(text_config.hidden_size),
@@ -192,7 +193,7 @@ def _check_device(run: TrainRun, ready: Prepared, device: torch.device, world_si
     names: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     dtype = names.get(run.dtype, torch.bfloat16 if on_gpu else torch.float32)
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
-    shape = target_shape(ready.text_config, dtype)
+    shape = target_shape(ready.text_config, dtype, trust_remote_code=run.trust_remote_code)
     environment = {} if on_gpu else {"environment_bytes": 500_000_000}
     plan = check_memory(ready.config, ready.network, shape, total, world_size=world_size, **environment)
     log.info("memory: %.1f GB of %.1f GB planned on %s", plan.total_bytes / 1e9, total / 1e9, device)

@@ -13,11 +13,14 @@ from types import FrameType
 def stop_on_signal(*signals: signal.Signals) -> Iterator[Callable[[], bool]]:
     """Turn signals (SIGTERM where none is named) into an answer for `Hooks.should_stop`.
 
-    The old handlers come back at the end. Only the main thread may use it: Python delivers signals there.
+    The old handlers come back at the end. A second Ctrl-C doesn't wait for anything. Only the main thread may use it:
+    Python delivers signals there.
     """
     asked = threading.Event()
 
-    def note(_number: int, _frame: FrameType | None) -> None:
+    def note(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and asked.is_set():
+            raise KeyboardInterrupt
         asked.set()
 
     before = {number: signal.signal(number, note) for number in signals or (signal.SIGTERM,)}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from dflash.train.curves import MetricsTail
 from dflash.train.launch import Trainer
 from dflash.train.leash import Leash, should_stop
 from dflash.train.run import TrainRun
+from dflash.train.stopping import stop_on_signal
 from tests.train.tiny_run import publish_rows, tiny_run, write_target
 
 LONG = {"num_epochs": 100_000, "checkpoint_every": 100_000}
@@ -34,6 +36,7 @@ def trainer_of(run: TrainRun, tmp_path: Path) -> Trainer:
     return Trainer(run, tmp_path / "work", None, dict(os.environ) | {"OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.slow
 def test_two_ranks_stop_together_when_asked_and_go_on(tmp_path: Path, target: Path) -> None:
     run = make_run(tmp_path, target, 2, **LONG)
     tail = MetricsTail(tmp_path / "run")
@@ -71,6 +74,7 @@ import os, sys, time
 from pathlib import Path
 from dflash.train.launch import Trainer
 from dflash.train.run import TrainRun
+from dflash.train.stopping import stop_on_signal
 
 run = TrainRun.model_validate_json(Path(sys.argv[1]).read_bytes())
 with Trainer(run, Path(sys.argv[2]), None, os.environ) as trainer:
@@ -95,6 +99,15 @@ def test_a_trainer_whose_starter_was_killed_saves_and_ends(tmp_path: Path, targe
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*/checkpoint.json"))) == 1
+
+
+def test_a_second_interrupt_does_not_wait() -> None:
+    with stop_on_signal(signal.SIGTERM, signal.SIGINT) as asked:
+        for number in (signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert asked()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_leash_holds_as_long_as_its_holder(tmp_path: Path) -> None:
