@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from dflash.config import GateThresholds, TokenizeOptions, TokenizeRun
+from dflash.config import GateThresholds, RunModel, TokenizeOptions, TokenizeRun
 from dflash.data.dataset import DatasetRoot
 from dflash.data.inspect import load_sample, render_sample
 from dflash.data.plan import CODE_VERSION
@@ -130,8 +130,8 @@ def put_files(stack: StackConnection, prefix: str, paths: list[Path]) -> str:
     return uri
 
 
-def run_deployed(run: TokenizeRun) -> dict[str, Any]:
-    """Run the deployment on its worker and wait, as a press on Run in the UI does.
+def run_deployed(run: RunModel, deployment: str = "tokenize-completions/tokenize-completions") -> dict[str, Any]:
+    """Run a deployment on its worker and wait, as a press on Run in the UI does.
 
     Raises:
         ServiceError: the flow run did not complete; its message and address.
@@ -143,7 +143,7 @@ def run_deployed(run: TokenizeRun) -> dict[str, Any]:
     flow_run = cast(
         "FlowRun",
         run_deployment(
-            "tokenize-completions/tokenize-completions",
+            deployment,
             parameters={"config": run.model_dump(mode="json")},
             poll_interval=1,
         ),

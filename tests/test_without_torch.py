@@ -34,7 +34,7 @@ from dflash.data.tokenize_run import tokenize_dataset
 from dflash.data.workspace import Workspace
 import dflash.runs, dflash.train.curves, dflash.train.launch, dflash.train.preflight
 import dflash.data.adopt, dflash.data.backup, dflash.data.inspect, dflash.data.merge, dflash.data.verify
-import flows.cli, flows.merge_dataset, flows.tokenize_completions
+import flows.cli, flows.generate_completions, flows.merge_dataset, flows.tokenize_completions
 import flows.evaluate_drafter, flows.export_drafter, flows.train_drafter, flows.train_online
 
 if __name__ == "__main__":

@@ -26,7 +26,14 @@ import msgspec
 
 from dflash.data.discovery import SUCCESS
 from dflash.data.strict_json import parse_json
-from dflash.errors import DamagedDatasetError, IntegrityError, ObjectNotFoundError, RecordError, StorageError
+from dflash.errors import (
+    DamagedDatasetError,
+    IntegrityError,
+    ObjectNotFoundError,
+    RecordError,
+    StorageError,
+    UsageError,
+)
 from dflash.generate.looks import BatchCounts, look_at
 from dflash.generate.prompts import digest_of
 from dflash.generate.spool import read_lines
@@ -85,12 +92,12 @@ class BatchLog:
     _next: int = 0
 
     def load(self) -> None:
-        """Read what the batch holds.
+        """Read what the batch holds and this process doesn't know yet.
 
         Raises:
             DamagedDatasetError: an id lies in two parts, or a part can't be read; names it.
         """
-        listed = [item for item in self.store.list("") if _PART.fullmatch(item.key)]
+        listed = [item for item in self.store.list("") if _PART.fullmatch(item.key) and _number(item.key) >= self._next]
         with ThreadPoolExecutor(_READERS) as readers:
             for index in readers.map(self._read, sorted(listed, key=lambda item: _number(item.key))):
                 self._know(index)
@@ -108,8 +115,13 @@ class BatchLog:
 
         Raises:
             StorageError: the part could not be written; the file is still there.
+            UsageError: another run has completed the batch without these records.
         """
         while lines := self._new_lines(path):
+            if self.is_complete():
+                self.load()
+                self._require_known(path)
+                return 0
             data = b"".join(line for line, _ in lines)
             key = f"part-{self._next:05d}.jsonl"
             try:
@@ -123,6 +135,13 @@ class BatchLog:
             self._know(index)
             return len(lines)
         return 0
+
+    def _require_known(self, path: Path) -> None:
+        if lines := self._new_lines(path):
+            raise UsageError(
+                f"{self.store.uri} was completed by another run, without {len(lines)} records that wait in {path}. "
+                "Others may have read it: generate into a new folder."
+            )
 
     def put_failures(self, data: bytes) -> str:
         """Keep the list of a run's failed prompts under the next number; return its key."""

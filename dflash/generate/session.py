@@ -119,10 +119,11 @@ class GenerateSession:
         self._ids = self._prompts.check()
         self.log.store.probe_conditional_writes()
         self._tell(step="reading the batch", num_prompts=len(self._ids))
+        was_complete = self.log.is_complete()  # asked first: another run may complete it while it is listed
         self.log.load()
         self._upload_full()
         left = len(self._missing())
-        if left and self.log.is_complete():
+        if left and was_complete:
             failed = self._failure_list()
             raise UsageError(
                 f"{self.run.batch} is complete, and {left} of {len(self._ids)} prompts have no record in it. Others "

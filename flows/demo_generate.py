@@ -1,0 +1,136 @@
+"""`dflash demo --generate`: the whole loop with a real model over real HTTP, all of it by deployments on the workers.
+
+The small target is served by `dflash serve`; it answers the example prompts in two batches. The first becomes version 1
+of a dataset, the second is merged behind it, a drafter is trained on the result, measured on held-out prompts and
+exported. Everything is small: the loop is shown, not a good drafter.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from dflash.config import GateThresholds, MergeRun, TokenizeRun
+from dflash.data.plan import CODE_VERSION
+from dflash.errors import ServiceError
+from dflash.generate.config import GenerateRun, SamplingOptions
+from dflash.manifest import fingerprint_of
+from dflash.runs import DrafterRun
+from embedded.smollm2 import ensure_smollm2
+from embedded.stack import StackConnection, activate, connect, up
+from flows.demo import EXAMPLES, REPOSITORY, Demo, run_deployed
+
+NUM_PROMPTS = 48  # in each batch: about a minute of decoding on two cores
+MAX_TOKENS = 48
+TRAIN_SECONDS = 60
+NUM_HELD_OUT = 8
+RECIPE = REPOSITORY / "deployments" / "runs" / "smollm2.toml"
+
+
+def run_generate_demo(project: Path, console: Console) -> dict[str, Any]:
+    """Run the loop; write `.dflash/demo-generate.json` and return it.
+
+    Raises:
+        ServiceError: a server did not start, or a deployed flow failed.
+    """
+    demo = Demo(project, console)
+    with demo.step("up"):
+        up(project, say=console.print)
+        stack = connect(project)
+        activate(stack)
+    with demo.step("target"):
+        target = ensure_smollm2(project / ".dflash" / "models" / "smollm2")
+    results: dict[str, Any] = {}
+    with serving(target, project, demo) as url:
+        for number, name in enumerate(("first", "second")):
+            with demo.step(f"generate {name}"):
+                results[f"generate_{name}"] = run_deployed(
+                    generation(stack, project, url, number), "generate-completions/generate-completions"
+                )
+    batch = results["generate_first"]["batch"]
+    dataset = batch.replace("/generated/", "/datasets/loop-").rpartition("/")[0]
+    tokenize = tokenizing(batch, dataset, target)
+    with demo.step("tokenize"):
+        results["tokenize"] = run_deployed(tokenize)
+    with demo.step("merge"):
+        second = tokenize.model_copy(update={"source": results["generate_second"]["batch"]})
+        results["merge"] = run_deployed(MergeRun(batch=second), "merge-dataset/merge-dataset")
+    with demo.step("train, evaluate, export"):
+        results["drafter"] = run_deployed(drafting(dataset, target), "train-drafter/train-drafter")
+    summary = results | {"seconds": dict(demo.seconds), "target": str(target)}
+    (project / ".dflash" / "demo-generate.json").write_text(json.dumps(summary, indent=2) + "\n")
+    console.print(f"[bold]{dataset}[/bold]: {results['merge']['rows']} rows; {results['drafter']}", markup=True)
+    return summary
+
+
+def generation(stack: StackConnection, project: Path, url: str, number: int) -> GenerateRun:
+    """One batch: its own share of the example prompts, put on the store."""
+    lines = (EXAMPLES / "prompts.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    share = "".join(lines[number * NUM_PROMPTS : (number + 1) * NUM_PROMPTS])
+    path = project / ".dflash" / f"demo-prompts-{number}.jsonl"
+    path.write_text(share, encoding="utf-8")
+    sampling = SamplingOptions(temperature=0.7, max_tokens=MAX_TOKENS)
+    # A second demo finds the batch complete; other prompts or sampling make another batch.
+    name = fingerprint_of({"prompts": share, "sampling": sampling.model_dump(), "code": CODE_VERSION})[:12]
+    return GenerateRun(
+        prompts=str(path),
+        batch=f"s3://{stack.bucket}/generated/{name}/{number}",
+        endpoints=(url,),
+        sampling=sampling,
+        max_in_flight=NUM_PROMPTS,
+    )
+
+
+def tokenizing(batch: str, dataset: str, target: Path) -> TokenizeRun:
+    """A small batch of short answers needs loose limits."""
+    gate = GateThresholds(max_length_cut_share=1.0, max_single_loss_count_share=1.0, max_tiny_mask_share=0.5)
+    return TokenizeRun(source=batch, dataset=dataset, tokenizer=str(target), gate=gate)
+
+
+def drafting(dataset: str, target: Path) -> DrafterRun:
+    """A minute of training, by the recipe for the small target."""
+    recipe = tomllib.loads(RECIPE.read_text(encoding="utf-8"))["train"]
+    values = {
+        "run": {
+            "dataset": dataset,
+            "target": str(target),
+            "output": dataset.replace("/datasets/", "/drafters/"),
+            "train": recipe | {"max_seconds": TRAIN_SECONDS},
+        },
+        "prompts": str(EXAMPLES / "heldout_prompts.jsonl"),
+        "decode": {"max_new_tokens": MAX_TOKENS},
+        "num_prompts": NUM_HELD_OUT,
+    }
+    return DrafterRun.model_validate(values)
+
+
+@contextmanager
+def serving(target: Path, project: Path, demo: Demo) -> Iterator[str]:
+    """`dflash serve` on a free port, ended with this block.
+
+    Raises:
+        ServiceError: it did not come up; names its log.
+    """
+    log = project / ".dflash" / "logs" / "serve.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [str(Path(sys.executable).with_name("dflash")), "serve", str(target), "--port", "0"]
+    with demo.step("serve"), log.open("wb") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+    try:
+        if not line:
+            raise ServiceError(f"dflash serve ended with code {process.wait()} before it was ready. See {log}.")
+        yield json.loads(line)["url"]
+    finally:
+        process.terminate()
+        process.wait(60)
+        process.stdout.close()
