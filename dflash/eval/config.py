@@ -37,9 +37,13 @@ class EvaluateRun(RunModel):
         min_length=1, description="JSON Lines file, or a folder of them, with `messages`; local or s3://."
     )
     dataset: str | None = Field(
-        default=None, description="Dataset root of the training: prompts that occur in it are refused."
+        default=None,
+        description="Dataset root of the training: prompts that occur in it are refused. By default the one that the "
+        "checkpoint names, if it can be reached.",
     )
-    dataset_version: str | None = Field(default=None, description="Its version; the current one by default.")
+    dataset_version: str | None = Field(
+        default=None, description="Version of `dataset`; the current one by default, or the one that was trained on."
+    )
     tokenizer: str | None = Field(default=None, description="Folder or hub id; the target's own by default.")
     decode: DecodeConfig = Field(default=DecodeConfig(), description="Limits and sampling.")
     limit: int | None = Field(default=None, ge=1, description="Most prompts, taken in turn from each source.")

@@ -156,12 +156,6 @@ class _Export:
 def _require_exportable(subject: Subject) -> None:
     if not subject.is_checkpoint:
         raise UsageError(f"{subject.store.uri} is an export already. Give a checkpoint or a run folder.")
-    if subject.draft_ids is not None and len(subject.draft_ids) < subject.config.vocab_size:
-        raise ModelError(
-            f"{subject.store.uri} was trained to draft {len(subject.draft_ids):,} of {subject.config.vocab_size:,} "
-            "ids. Servers apply the target's whole head, over which it drafts nothing, so it can't be exported. Train "
-            "with draft_vocab_size unset to serve a drafter."
-        )
 
 
 def _require_waiver(run: ExportRun, subject: Subject, evaluation: EvaluationRecord | None) -> None:

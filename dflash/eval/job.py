@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Collection
@@ -15,7 +16,7 @@ import torch
 from dflash.data.dataset import DatasetRoot
 from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
 from dflash.data.version_shards import VersionShards
-from dflash.errors import GateError, UsageError
+from dflash.errors import DatasetError, GateError, StorageError, UsageError
 from dflash.eval.acceptance import evaluate, refuse_training_prompts
 from dflash.eval.config import EvaluateRun
 from dflash.eval.prompts import Prompt, prompts_digest, read_prompts, thinking_counts
@@ -27,6 +28,8 @@ from dflash.eval.subject import Subject, open_subject
 from dflash.model.features import Target
 from dflash.storage import S3Credentials
 from dflash.train.environment import fingerprint
+
+log = logging.getLogger(__name__)
 
 OnPrompt = Callable[[Prompt, Decoded, TargetTokenizer], None]
 
@@ -96,7 +99,7 @@ def evaluate_run(
         raise UsageError(f"{subject.store.uri} doesn't name its target. Give `target`: a folder or a hub id.")
     tokenizer = load_tokenizer(run.tokenizer or target, trust_remote_code=run.trust_remote_code)
     prompts = read_prompts(run.prompts, tokenizer, run.decode.chat_template_kwargs, run.limit, credentials)
-    checked = _refuse_leaks(run, prompts, credentials, cache)
+    checked = _refuse_leaks(run, subject, prompts, credentials, cache)
     speculator = load_speculator(run, subject, target)
     options = decode_options(run, speculator.target, tokenizer)
 
@@ -138,7 +141,7 @@ def load_speculator(run: EvaluateRun, subject: Subject, name: str) -> Speculator
     layers = subject.config.target_layer_ids
     target = Target.load(name, layers, device, dtype, trust_remote_code=run.trust_remote_code)
     _require_same_target(subject, target, name)
-    return Speculator(target, subject.load(dtype).to(device), subject.draft_ids)
+    return Speculator(target, subject.load(dtype).to(device))
 
 
 def decode_options(run: EvaluateRun, target: Target, tokenizer: TargetTokenizer) -> DecodeOptions:
@@ -168,13 +171,22 @@ def _require_same_target(subject: Subject, target: Target, name: str) -> None:
 
 
 def _refuse_leaks(
-    run: EvaluateRun, prompts: list[Prompt], credentials: S3Credentials | None, cache: Path
+    run: EvaluateRun, subject: Subject, prompts: list[Prompt], credentials: S3Credentials | None, cache: Path
 ) -> str | None:
-    """Look for the prompts in the training data; return which version was looked at."""
-    if run.dataset is None:
+    """Look for the prompts in the training data; return which version was looked at, None where none could be."""
+    data = subject.record.get("data") or {}
+    named = run.dataset or data.get("dataset")
+    if named is None:
         return None
-    root = DatasetRoot.open(run.dataset, credentials, cache)
-    manifest = root.manifest(run.dataset_version)
+    version = run.dataset_version if run.dataset else data.get("manifest")
+    try:
+        root = DatasetRoot.open(named, credentials, cache)
+        manifest = root.manifest(version)
+    except (DatasetError, StorageError) as error:
+        if run.dataset is not None:
+            raise
+        log.warning("the prompts weren't looked for in the data of %s: %s", subject.store.uri, error)
+        return None
     cache.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="leak-check-", dir=cache))
     try:

@@ -72,13 +72,12 @@ class Speculator:
     Args:
         target: captures the layers that the drafter was trained on.
         drafter: on the same device.
-        draft_ids: ids that the drafter may say, ascending; None for all.
 
     Raises:
         UsageError: the target captures other layers than the drafter reads.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, draft_ids: Sequence[int] | None = None) -> None:
+    def __init__(self, target: Target, drafter: Drafter) -> None:
         if target.layer_ids != drafter.config.target_layer_ids:
             raise UsageError(
                 f"The drafter reads layers {list(drafter.config.target_layer_ids)} of its target, but the target "
@@ -87,11 +86,6 @@ class Speculator:
         self.target = target
         self.drafter = drafter.eval()
         self._dtype = next(drafter.parameters()).dtype
-        self._ids_D: Tensor | None = None
-        self._head = target.head_VH
-        if draft_ids is not None:
-            self._ids_D = torch.tensor(draft_ids, dtype=torch.int64, device=target.device)
-            self._head = target.head_VH[self._ids_D]
 
     def decode(self, prompt_ids: Sequence[int], options: DecodeOptions) -> Decoded:
         """Decode behind a prompt; greedy ids are the target's own greedy ids.
@@ -145,12 +139,8 @@ class Speculator:
         ids = self._tensor([anchor])
         embeddings = block_embeddings(self.target.embedding_VH, ids, torch.zeros_like(ids), self.drafter.config)
         hidden_BH = cache.draft(embeddings.to(self._dtype), position)
-        logits_LD = (hidden_BH[1:].to(self._head.dtype) @ self._head.T).float()
-        if self._ids_D is None:
-            return logits_LD
-        logits_LV = logits_LD.new_full((len(logits_LD), len(self.target.head_VH)), float("-inf"))
-        logits_LV[:, self._ids_D] = logits_LD
-        return logits_LV
+        head_VH = self.target.head_VH
+        return (hidden_BH[1:].to(head_VH.dtype) @ head_VH.T).float()
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self.target.device)

@@ -33,7 +33,6 @@ class Subject:
         weights_sha256: SHA-256 (hex) of model.safetensors.
         config: its network.
         step: optimiser steps; None for an export.
-        draft_ids: ids that it may say; None for all.
         record: what the checkpoint says about itself; empty for an export.
     """
 
@@ -42,7 +41,6 @@ class Subject:
     weights_sha256: str
     config: DrafterConfig
     step: int | None
-    draft_ids: tuple[int, ...] | None
     record: Mapping[str, Any]
 
     @property
@@ -106,11 +104,9 @@ def _checkpoint(store: Store, cache: Path) -> Subject:
         store.download(f"{digest}.{WEIGHTS}", folder / WEIGHTS, sha256=digest)  # named as `train.checkpoint_store` does
     try:
         config = DrafterConfig.model_validate(record["drafter"])
-        ids = record["draft_ids"]
-        draft_ids = None if ids is None else tuple(int(one) for one in ids)
     except (KeyError, TypeError, ValueError, ValidationError) as error:
         raise IntegrityError(f"{RECORD} of {store.uri} doesn't describe a drafter: {error}") from error
-    return Subject(store, folder, str(digest), config, record["step"], draft_ids, record)
+    return Subject(store, folder, str(digest), config, record["step"], record)
 
 
 def _export(store: Store, names: set[str], cache: Path) -> Subject:
@@ -127,7 +123,7 @@ def _export(store: Store, names: set[str], cache: Path) -> Subject:
         raise ObjectNotFoundError(f"{store.uri}/{WEIGHTS} is missing: the export is not whole.")
     with weights.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return Subject(store, folder, digest, read_config(folder), None, None, {})
+    return Subject(store, folder, digest, read_config(folder), None, {})
 
 
 def _local_folder(store: Store, name: str) -> Path | None:

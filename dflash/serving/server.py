@@ -125,4 +125,4 @@ def _load(options: ServeOptions, credentials: S3Credentials | None, cache: Path)
         return load_model(options.target, dtype, trust_remote_code=False).to(options.device).eval(), None
     subject = open_subject(options.drafter, credentials, cache)
     target = Target.load(options.target, subject.config.target_layer_ids, options.device, dtype)
-    return target.model, Speculator(target, subject.load(dtype).to(options.device), subject.draft_ids)
+    return target.model, Speculator(target, subject.load(dtype).to(options.device))

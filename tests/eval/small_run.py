@@ -69,7 +69,7 @@ class SmallRun:
     target: Path
     prompts: Path
 
-    def save(self, step: int, seed: int = 0, draft_ids: list[int] | None = None) -> Path:
+    def save(self, step: int, seed: int = 0) -> Path:
         """Add a checkpoint as the loop writes it."""
         config = drafter_config()
         drafter = Drafter(config)
@@ -78,12 +78,12 @@ class SmallRun:
             "progress": {"step": step, "batch": {"num_tokens": 1234}},
             "config": TrainConfig().model_dump(mode="json"),
             "drafter": config.model_dump(mode="json"),
-            "draft_ids": draft_ids,
             "halved": False,
             "environment": fingerprint(),
             "data": {
-                "dataset": "s3://somewhere/train", "version": 3, "manifest": "v000003-abcdefabcdef", "num_rows": 77,
-                "manifest_digest": "f" * 64, "thinking": {"off": 77}, "target": str(self.target),
+                "dataset": str(self.folder.parent / "moved"), "version": 3, "num_rows": 77,
+                "manifest": "v000003-abcdefabcdef", "manifest_digest": "f" * 64,
+                "thinking": {"off": 77}, "target": str(self.target),
             },
         }  # fmt: skip
         return CheckpointFolder(self.folder / "checkpoints").save(Snapshot(step, drafter.state_dict(), {}, record))

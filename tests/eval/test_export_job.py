@@ -77,12 +77,6 @@ def test_weights_that_nobody_measured_are_refused(small_run: SmallRun, tmp_path:
         export_run(again, None, tmp_path / "cache")
 
 
-def test_a_drafter_of_part_of_the_vocabulary_is_refused(small_run: SmallRun, tmp_path: Path) -> None:
-    small_run.save(1, draft_ids=[1, 2, 3])
-    with pytest.raises(ModelError, match=r"trained to draft 3 of 320 ids.*draft_vocab_size unset"):
-        export_run(export_of(small_run, tmp_path / "out", without_evaluation=True), None, tmp_path / "cache")
-
-
 def test_the_speculators_layout_goes_to_s3_with_its_configuration_last(
     small_run: SmallRun, s3_store: S3Store, tmp_path: Path
 ) -> None:
