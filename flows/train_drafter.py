@@ -55,7 +55,7 @@ def train_drafter(config: DrafterRun) -> dict[str, Any]:
     log = get_run_logger()
     manifest = resolve_version(config.run.dataset, config.run.version)
     training = config.training(manifest)
-    log.info("%s", check_training(training))
+    log.info("data, target and drafter fit each other: %s", check_training(training))
     trained = _child(TRAIN, training, "train")
     checkpoint = trained["checkpoint"]
     log.info("trained to step %d: %s", trained["step"], checkpoint)

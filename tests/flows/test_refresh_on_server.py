@@ -90,7 +90,10 @@ def test_the_event_of_a_finished_batch_starts_the_refresh(stack: StackConnection
     assert (run["state"]["type"], run["name"]) == ("COMPLETED", "refresh-train")
 
 
-@pytest.mark.parametrize("name", ["merge-dataset", "refresh-dataset", "backup-dataset", "rollback-dataset"])
+@pytest.mark.parametrize(
+    "name",
+    ["merge-dataset", "refresh-dataset", "backup-dataset", "rollback-dataset", "train-online", "train-drafter"],
+)
 def test_every_deployment_has_a_form(stack: StackConnection, name: str) -> None:
     (found,) = Server.of(stack).post("/deployments/filter", {"deployments": {"name": {"any_": [name]}}})
     assert found["parameter_openapi_schema"]["properties"]
