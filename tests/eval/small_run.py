@@ -69,8 +69,8 @@ class SmallRun:
     target: Path
     prompts: Path
 
-    def save(self, step: int, seed: int = 0) -> Path:
-        """Add a checkpoint as the loop writes it."""
+    def save(self, step: int, seed: int = 0, **data: str) -> Path:
+        """Add a checkpoint as the loop writes it; `data` replaces what it says about its data."""
         config = drafter_config()
         drafter = Drafter(config)
         drafter.initialize(torch.Generator().manual_seed(seed), std=0.2)
@@ -83,7 +83,7 @@ class SmallRun:
             "data": {
                 "dataset": str(self.folder.parent / "moved"), "version": 3, "num_rows": 77,
                 "manifest": "v000003-abcdefabcdef", "manifest_digest": "f" * 64,
-                "thinking": {"off": 77}, "target": str(self.target),
+                "thinking": {"off": 77}, "target": str(self.target), **data,
             },
         }  # fmt: skip
         return CheckpointFolder(self.folder / "checkpoints").save(Snapshot(step, drafter.state_dict(), {}, record))

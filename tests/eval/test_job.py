@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash.errors import GateError, IntegrityError, UsageError
+from dflash.errors import DatasetError, GateError, IntegrityError, UsageError
 from dflash.eval.config import DecodeConfig, EvaluateRun
 from dflash.eval.job import evaluate_run
 from dflash.eval.record import read_evaluation, write_evaluation
@@ -73,15 +73,22 @@ def test_a_checkpoint_on_s3_is_read_and_evaluated_there(small_run: SmallRun, s3_
 
 
 def test_prompts_of_the_training_data_are_refused(small_run: SmallRun, tmp_path: Path) -> None:
-
-    small_run.save(1)
-    small = Small(open_root(str(tmp_path / "train"), tmp_path), tmp_path / "work")
+    train = str(tmp_path / "train")
+    small = Small(open_root(train, tmp_path), tmp_path / "work")
     small.merge(0, 4)
-    result = evaluate_run(run_of(small_run, dataset=str(tmp_path / "train")), None, tmp_path / "cache")
-    assert result.record.prompts.checked_against == f"{small.root.uri} {small.root.manifest().name}"
-    leaking = write_prompts(tmp_path / "leak.jsonl", [*PROMPTS, PROMPTS[0] | {"id": "s0"}])
+    small_run.save(1)
+    assert evaluate_run(run_of(small_run, limit=1), None, tmp_path / "cache").record.prompts.checked_against is None
+    found = evaluate_run(run_of(small_run, limit=1, dataset=train), None, tmp_path / "cache")
+    assert found.record.prompts.checked_against == f"{small.root.uri} {small.root.manifest().name}"
+    leaking = str(write_prompts(tmp_path / "leak.jsonl", [*PROMPTS, PROMPTS[0] | {"id": "s0"}]))
     with pytest.raises(UsageError, match="1 of 4 evaluation prompts are in the training data"):
-        evaluate_run(run_of(small_run, dataset=str(tmp_path / "train"), prompts=str(leaking)), None, tmp_path / "c")
+        evaluate_run(run_of(small_run, dataset=train, prompts=leaking), None, tmp_path / "cache")
+    # What the checkpoint says it was trained on is looked at without being asked.
+    small_run.save(2, dataset=train, manifest=small.root.manifest().name)
+    with pytest.raises(UsageError, match="1 of 4 evaluation prompts are in the training data"):
+        evaluate_run(run_of(small_run, prompts=leaking), None, tmp_path / "cache")
+    with pytest.raises(DatasetError, match="holds no published version"):
+        evaluate_run(run_of(small_run, dataset=str(tmp_path / "nowhere")), None, tmp_path / "cache")
 
 
 def test_the_gate_fails_after_the_evaluation_is_written(small_run: SmallRun, tmp_path: Path) -> None:
