@@ -18,7 +18,7 @@ import pyarrow as pa
 from dflash.data.dataset import DatasetRoot
 from dflash.data.plan import ShardPlan
 from dflash.data.shards import read_index
-from dflash.errors import DatasetError, IntegrityError, ObjectNotFoundError
+from dflash.errors import DatasetError, IntegrityError, ObjectNotFoundError, PreconditionError
 from dflash.manifest import InputFile, ShardEntry, ShardReceipt
 from dflash.storage import Store
 
@@ -92,8 +92,34 @@ def put_content(store: Store, key: str, path: Path, sha256: str) -> None:
     except IntegrityError:
         if not _is_damaged(store, key, sha256):
             raise
-    store.delete([key])
-    store.put_if_absent(key, path, sha256=sha256)
+    _mend(store, key, path, sha256)
+
+
+def _mend(store: Store, key: str, path: Path, sha256: str) -> None:
+    """Replace a damaged object in one step: a kill leaves the one or the other, never none."""
+    try:
+        etag = store.head(key).etag
+        store.replace(key, _verified_bytes(path, sha256), if_match=etag)
+    except ObjectNotFoundError:
+        store.put_if_absent(key, path, sha256=sha256)
+    except PreconditionError:
+        # Another run was quicker; it has the same content or none.
+        store.verify(key, sha256=sha256)
+
+
+def _verified_bytes(path: Path, sha256: str) -> bytes:
+    """Read a file whose SHA-256 is known.
+
+    Raises:
+        IntegrityError: it has another content.
+    """
+    content = path.read_bytes()
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        raise IntegrityError(
+            f"{path} was damaged: expected sha256 {sha256}, found {found}. Run again: it is made anew."
+        )
+    return content
 
 
 def _is_damaged(store: Store, key: str, sha256: str) -> bool:
