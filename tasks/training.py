@@ -97,7 +97,7 @@ def run_child(deployment: str, config: dict[str, Any], key: str, flow_run_id: st
         TrainingError: the child did not complete; names it and its message.
     """
     keys = [f"{flow_run_id}-{key}-{attempt}" for attempt in range(1, run_count + 1)]
-    chosen = next((run.idempotency_key for run in _runs_of(keys) if not _is_lost(run)), keys[-1])
+    chosen = choose_key(keys, _runs_of(keys))
     try:
         found = run_deployment(
             deployment, parameters={"config": config}, idempotency_key=chosen, poll_interval=CHILD_POLL_S
@@ -116,6 +116,12 @@ def run_child(deployment: str, config: dict[str, Any], key: str, flow_run_id: st
         )
     result: dict[str, Any] = state.result(raise_on_failure=True)
     return result
+
+
+def choose_key(keys: list[str], runs: list[FlowRun]) -> str:
+    """The key of the first child that still runs or has completed; that of the newest attempt where there is none."""
+    usable = {run.idempotency_key for run in runs if not _is_lost(run)}
+    return next((key for key in keys if key in usable), keys[-1])
 
 
 def _runs_of(keys: list[str]) -> list[FlowRun]:
