@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from dflash.config import RunModel
-from dflash.data.chat import RESERVED_KWARGS, THINKING_FLAG
 
 
 class SamplingOptions(RunModel):
@@ -81,6 +80,8 @@ class GenerateRun(RunModel):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _no_reserved_names(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        from dflash.data.chat import RESERVED_KWARGS  # brings transformers, which takes seconds
+
         if reserved := RESERVED_KWARGS.intersection(kwargs):
             raise ValueError(f"{', '.join(sorted(reserved))} can't be passed: rendering itself sets them")
         return kwargs
@@ -88,6 +89,8 @@ class GenerateRun(RunModel):
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """What every request passes to the chat template."""
+        from dflash.data.chat import THINKING_FLAG
+
         thinking = {} if self.thinking is None else {THINKING_FLAG: self.thinking}
         return {**self.chat_template_kwargs, **thinking}
 

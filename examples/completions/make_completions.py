@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dflash.serving.decoding import Decoding, decode_batch
 
 HERE = Path(__file__).parent
 MODEL = "SmolLM2-135M-Instruct"
@@ -48,43 +50,10 @@ class Target:
         text = self.tokenizer.apply_chat_template(prompt["messages"], add_generation_prompt=True, tokenize=False)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    @torch.inference_mode()
     def continue_greedily(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Sampled ids of each prompt, the end token included where the model came to it.
-
-        Rows that are done leave the batch when an eighth of it is, since copying the cache for every
-        single one would cost more than the tokens it saves.
-        """
+        """Sampled ids of each prompt, the end token included where the model came to it."""
         end: int = self.tokenizer.eos_token_id
-        width = max(map(len, prompts))
-        input_ids = torch.tensor([[end] * (width - len(ids)) + ids for ids in prompts])
-        seen = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
-        cache = DynamicCache(config=self.model.config)
-        sampled: list[list[int]] = [[] for _ in prompts]
-        rows = list(range(len(prompts)))
-        for _ in range(MAX_NEW_TOKENS):
-            positions = (seen.cumsum(dim=1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
-            output = self.model(
-                input_ids=input_ids,
-                attention_mask=seen,
-                position_ids=positions,
-                past_key_values=cache,
-                logits_to_keep=1,
-            )
-            input_ids = output.logits[:, -1:].argmax(dim=-1)
-            seen = torch.cat([seen, torch.ones_like(input_ids)], dim=1)
-            for row, token in zip(rows, input_ids[:, 0].tolist(), strict=True):
-                if sampled[row][-1:] != [end]:
-                    sampled[row].append(token)
-            going = [i for i, row in enumerate(rows) if sampled[row][-1] != end]
-            if not going:
-                break
-            if len(going) <= len(rows) * 7 / 8:
-                kept = torch.tensor(going)
-                cache.batch_select_indices(kept)
-                input_ids, seen = input_ids[kept], seen[kept]
-                rows = [rows[i] for i in going]
-        return sampled
+        return decode_batch(self.model, [Decoding(ids, MAX_NEW_TOKENS) for ids in prompts], {end})
 
 
 def main() -> None:
