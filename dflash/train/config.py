@@ -68,6 +68,11 @@ class ReplayConfig(RunModel):
     max_bytes: int = Field(default=0, ge=0, description="Memory for features; 0 turns replay off.")
     dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="How kept features are stored.")
     steps: int = Field(default=0, ge=0, description="Extra optimiser steps on kept rows after each fresh one.")
+    in_background: bool = Field(
+        default=False,
+        description="Run the target on the next fresh pack while these steps are made: two threads, with half of the "
+        "cores each; for CPUs.",
+    )
 
 
 class TrainConfig(RunModel):
@@ -121,6 +126,8 @@ class TrainConfig(RunModel):
             raise ValueError("kl compares whole distributions: leave loss_vocab_size out, or use cross_entropy")
         if self.warm_start and self.sharding == "fsdp":
             raise ValueError("warm_start changes whole weights: use sharding replicate, or turn warm_start off")
+        if self.replay.in_background and not self.replay.max_bytes:
+            raise ValueError("replay.in_background needs replay.max_bytes: features wait in that memory")
         if self.replay.max_bytes and self.loss.objective == "kl":
             raise ValueError("replay keeps features, not the target's final states that kl needs: use cross_entropy")
         return self

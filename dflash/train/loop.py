@@ -182,14 +182,18 @@ class Run:
         share = rank_share(order.packs(self._source, self.progress.batch), self._world.rank, self._world.size)
         shares = prefetch(share, depth=2 * config.accumulation)
         try:
-            while self._done_share(self.progress) < 1 and (shares_of_step := list(islice(shares, config.accumulation))):
+            coming = list(islice(shares, config.accumulation))
+            while self._done_share(self.progress) < 1 and coming:
+                current, coming = coming, list(islice(shares, config.accumulation))
+                self.engine.features.prepare([share.pack for share in (*current, *coming)])
                 saved_rounds = self.progress.step // config.checkpoint_every
-                if self._round(shares_of_step, metrics):
+                if self._round(current, metrics):
                     return "stopped"
                 if self.progress.step // config.checkpoint_every > saved_rounds:
                     self._save()
         finally:
             shares.close()
+            self.engine.features.close()
         return "finished"
 
     def _round(self, shares: list[Share], metrics: MetricsWriter | None) -> bool:

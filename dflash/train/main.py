@@ -46,6 +46,8 @@ def _train(job: TrainJob, watch: Watch) -> dict[str, Any]:
     device = pick_device(job.run.device, int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    elif job.run.train.replay.in_background:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
     if not dist.is_torchelastic_launched():
         return train_run(job.run, places, watch, device)
     with join("nccl" if device.type == "cuda" else "gloo"):

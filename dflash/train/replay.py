@@ -13,6 +13,7 @@ Legend: S tokens of a row, F = K*H values of a token's features.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +64,9 @@ class Features:
         self._dtype = getattr(torch, config.dtype)
         self._rows: dict[tuple[int, int], Row] = {}
         self._kept: dict[tuple[int, int], Tensor] = {}
+        # The target's only thread: it isn't for several at once.
+        self._thread = ThreadPoolExecutor(1, "target") if config.in_background else None
+        self._coming: dict[tuple[int, int], Future[Tensor]] = {}
         self.num_bytes = 0
         self.num_computed_tokens = 0
 
@@ -80,6 +84,19 @@ class Features:
         if not self._config.max_bytes:
             return self._compute(packed)
         return torch.cat([self._row(row) for row in pack.rows])
+
+    def prepare(self, packs: Sequence[Pack | None]) -> None:
+        """Begin to compute in the background what `of` will be asked for next; nothing without a background thread."""
+        if self._thread is None:
+            return
+        for row in (row for pack in packs if pack is not None for row in pack.rows):
+            if row.key not in self._kept and row.key not in self._coming:
+                self._coming[row.key] = self._thread.submit(self._compute, PackedRow.of((row,)))
+
+    def close(self) -> None:
+        """End the background thread; what it hasn't begun is dropped."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
 
     def draw(self, budget: int, num_packs: int, key: str) -> list[Pack]:
         """Make packs of kept rows, drawn at random without replacement; `key` decides which."""
@@ -118,10 +135,16 @@ class Features:
     def _row(self, row: Row) -> Tensor:
         kept = self._kept.get(row.key)
         if kept is None:
-            kept = self._compute(PackedRow.of((row,))).to("cpu", self._dtype)
+            kept = self._computed(row).to("cpu", self._dtype)
             if row.key in self._rows or self._admit(row, kept.numel() * kept.element_size()):
                 self._kept[row.key] = kept
         return kept.to(self._device, torch.float32)
+
+    def _computed(self, row: Row) -> Tensor:
+        if self._thread is None:
+            return self._compute(PackedRow.of((row,)))
+        coming = self._coming.pop(row.key, None)
+        return (coming or self._thread.submit(self._compute, PackedRow.of((row,)))).result()
 
     def _admit(self, row: Row, num_bytes: int) -> bool:
         if self.num_bytes + num_bytes > self._config.max_bytes:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +63,7 @@ def assert_same(first: TrainResult, second: TrainResult) -> None:
     [
         {},
         {"accumulation": 2},
-        {"replay": ReplayConfig(max_bytes=4000, steps=2, dtype="bfloat16")},
+        {"replay": ReplayConfig(max_bytes=4000, steps=2, dtype="bfloat16", in_background=True)},
         {"loss_vocab_size": 16, "loss": LossConfig(weighting="d_pace"), "warm_start": True},
     ],
     ids=["plain", "accumulation", "replay", "d_pace"],
@@ -83,6 +84,20 @@ def test_k_steps_and_the_rest_equal_all_steps_bit_for_bit(
     assert_same(whole, rest)
     losses = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("whole", "parts")]
     assert losses[0] == losses[1]
+
+
+def test_features_in_the_background_change_nothing(
+    tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards
+) -> None:
+    results = []
+    for in_background in (False, True):
+        replay = ReplayConfig(max_bytes=4000, steps=2, in_background=in_background)
+        drafter = make_drafter()
+        Run(config(replay=replay, num_epochs=2), target, drafter, source, tmp_path / str(in_background)).train()
+        results.append(drafter.state_dict())
+    for name, weight in results[0].items():
+        assert torch.equal(weight, results[1][name]), name
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("target")]
 
 
 def test_a_finished_run_does_nothing_when_started_again(
