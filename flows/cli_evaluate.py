@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -105,7 +106,7 @@ class _Shower:
 
 
 def _table(headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-    table = Table(*headers)
+    table = Table(*headers, box=SIMPLE, pad_edge=False)  # nine columns in 80 characters
     for row in rows:
         table.add_row(*row)
     return table
