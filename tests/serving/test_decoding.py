@@ -7,6 +7,10 @@ import pytest
 import torch
 
 from dflash.eval.sampling import Sampling
+from dflash.eval.speculate import Speculator
+from dflash.model.drafter import Drafter
+from dflash.model.features import Target
+from dflash.model.layout import DrafterConfig
 from dflash.model.target_loading import load_model
 from dflash.serving.decoding import Decoding, decode_batch
 from dflash.serving.engine import Engine
@@ -77,3 +81,20 @@ def test_a_failing_batch_fails_alone(model: Any) -> None:
         good = engine.submit(Decoding([5], 2))
         assert good is not None
         assert len(good.result(60).ids) == 2
+
+
+def test_one_request_alone_is_decoded_with_the_drafter(tiny_target: Path) -> None:
+    target = Target.load(str(tiny_target), (0,))
+    config = DrafterConfig.for_target(
+        target.text_config, mask_token_id=16, num_hidden_layers=1, block_size=4, target_layer_ids=(0,)
+    )
+    drafter = Drafter(config)
+    drafter.initialize(torch.Generator().manual_seed(2), std=0.2)
+    plain = decode_batch(target.model, [Decoding([5, 6, 7], 12)], END)[0]
+    with Engine(target.model, END, Speculator(target, drafter)) as engine:
+        future = engine.submit(Decoding([5, 6, 7], 12))
+        assert future is not None
+        answer = future.result(60)
+    assert answer.ids == plain
+    assert answer.accepted is not None
+    assert sum(answer.accepted) + len(answer.accepted) >= len(plain) - 1

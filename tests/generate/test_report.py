@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash.generate.looks import MAX_SAMPLES, BatchCounts, compression_ratio, look_at
+from dflash.generate.parts import BatchLog
+from dflash.generate.report import assess_batch, render_markdown, save_report
+from dflash.storage import open_store
+from tests.generate.conftest import MakeRun, generate
+from tests.generate.stub_server import Stub, answer, serving
+
+TEXT = "A whole answer with words of its own."
+
+
+def look(content: Any = TEXT, **fields: Any) -> dict[str, Any]:
+    return look_at(
+        {"id": "a", "messages": [{"role": "assistant", "content": content}], "finish_reason": "stop"} | fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "marks"),
+    [
+        (look(output_token_ids=[1]), []),
+        (look(), ["no_ids"]),
+        (look("again and " * 300, output_token_ids=[1]), ["loop"]),
+        (look("I'm sorry, but I can't help with that.", output_token_ids=[1]), ["refusal"]),
+        (look("I\u2019m unable to", output_token_ids=[1]), ["refusal"]),
+        (look("I can do that, and I cannot fail.", output_token_ids=[1]), []),
+    ],
+)
+def test_marks(found: dict[str, Any], marks: list[str]) -> None:
+    assert found["marks"] == marks
+
+
+def test_a_trace_alone_is_marked() -> None:
+    message = {"role": "assistant", "content": None, "reasoning_content": "Hm."}
+    found = look_at({"id": "a", "messages": [message], "finish_reason": "length", "thinking_truncated": True})
+    assert found["marks"] == ["think_only", "thinking_truncated", "no_ids"]
+
+
+@given(st.text())
+def test_any_text_has_a_ratio(text: str) -> None:
+    assert compression_ratio(text) > 0
+
+
+@given(st.lists(st.integers(0, 10_000), unique=True, max_size=60))
+def test_samples_depend_on_the_ids_alone(numbers: list[int]) -> None:
+    def count(ids: list[int]) -> BatchCounts:
+        counts = BatchCounts()
+        for number in ids:
+            counts.add(look(id=f"q{number}"), "part-00000.jsonl")
+        return counts
+
+    one, other = count(numbers), count(sorted(numbers))
+    assert one.drawn == other.drawn
+    assert len(one.worst) == len(one.drawn) == min(MAX_SAMPLES, len(numbers))
+
+
+def test_the_report_shows_the_worst_and_holds_no_markup_of_records(tmp_path: Path, make_run: MakeRun) -> None:
+    def mixed(request: dict[str, Any]) -> dict[str, Any]:
+        number = int(request["messages"][-1]["content"].split()[-1])
+        texts = {
+            3: "loop " * 500,
+            4: "I'm sorry, I can't.",
+            5: "| a | `b` <script>alert(1)</script>\n# no heading",
+            6: "Это ответ",
+        }
+        reply = answer(request)
+        reply["choices"][0]["message"]["content"] = texts.get(number, TEXT)
+        return reply
+
+    with serving(Stub(answer=mixed)) as stub:
+        generate(make_run(stub, 20), tmp_path / "work")
+    log = BatchLog(open_store(str(tmp_path / "batch")))
+    log.load()
+    report = assess_batch(log.store, log.counts)
+    assert (report.num_records, report.marks["loop"], report.marks["refusal"]) == (20, 1, 1)
+    assert report.scripts == {"latin": 19, "cyrillic": 1}
+    worst = next(sample for sample in report.samples if sample.why != "drawn")
+    assert (worst.id, worst.question) == ("q-3", "question 3")
+    assert "characters ...]" in worst.answer
+    text = render_markdown(report)
+    assert "<script>" not in "".join(line for line in text.splitlines() if not line.startswith("    "))
+    assert "\n# no heading" not in text
+    save_report(log.store, report)
+    save_report(log.store, report)
+    assert (tmp_path / "batch" / "_report.md").read_text() == text
+
+
+def test_counts_are_the_same_without_the_indexes(tmp_path: Path, make_run: MakeRun) -> None:
+    with serving(Stub()) as stub:
+        generate(make_run(stub, 12), tmp_path / "work")
+    first = BatchLog(open_store(str(tmp_path / "batch")))
+    first.load()
+    for index in (tmp_path / "batch" / "_parts").iterdir():
+        index.unlink()
+    second = BatchLog(open_store(str(tmp_path / "batch")))
+    second.load()
+    assert (second.counts, second.parts, second.done) == (first.counts, first.parts, first.done)
+    (tmp_path / "batch" / "_parts" / "part-00000.json").write_text("{}")
+    third = BatchLog(open_store(str(tmp_path / "batch")))
+    third.load()
+    assert third.counts == first.counts
