@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -106,7 +105,7 @@ class _Shower:
 
 
 def _table(headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-    table = Table(*headers, box=SIMPLE, pad_edge=False)  # nine columns in 80 characters
+    table = Table(*headers, box=None, pad_edge=False, padding=(0, 1))  # nine columns in 80 characters
     for row in rows:
         table.add_row(*row)
     return table
