@@ -31,7 +31,7 @@ from dflash.generate.progress import GenerateProgress  # noqa: E402
 from dflash.generate.session import GenerateSession  # noqa: E402
 
 STUB = Path(__file__).resolve().parents[1] / "tests" / "generate" / "stub_server.py"
-SLOTS = ("--slots", "64", "--service-s", "0.08")  # 800 requests a second at most
+SLOTS = ("--slots", "32", "--service-s", "0.1")  # 320 requests a second at most
 MIN_PER_S = 500.0
 MIN_FAULTY_RATIO = 0.85
 MAX_GROWTH_MB = 64.0
@@ -78,8 +78,9 @@ def run_case(num_prompts: int, options: tuple[str, ...]) -> dict[str, Any]:
             prompts=str(folder / "prompts.jsonl"),
             batch=str(folder / "batch"),
             endpoints=(url,),
-            request_timeout_s=5,
+            request_timeout_s=1,
             max_attempts=10,
+            max_in_flight=96,
         )
         memory = Memory(num_prompts)
         with GenerateSession(run, None, folder / "work", listener=memory) as session:

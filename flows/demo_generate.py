@@ -28,8 +28,9 @@ from embedded.smollm2 import ensure_smollm2
 from embedded.stack import StackConnection, activate, connect, up
 from flows.demo import EXAMPLES, REPOSITORY, Demo, run_deployed
 
-NUM_PROMPTS = 48  # in each batch: about a minute of decoding on two cores
-MAX_TOKENS = 48
+BATCHES = ("first", "second")
+NUM_PROMPTS = 32  # in each batch: less than a minute of decoding
+MAX_TOKENS = 40
 TRAIN_SECONDS = 60
 NUM_HELD_OUT = 8
 RECIPE = REPOSITORY / "deployments" / "runs" / "smollm2.toml"
@@ -50,10 +51,10 @@ def run_generate_demo(project: Path, console: Console) -> dict[str, Any]:
         target = ensure_smollm2(project / ".dflash" / "models" / "smollm2")
     results: dict[str, Any] = {}
     with serving(target, project, demo) as url:
-        for number, name in enumerate(("first", "second")):
+        for name in BATCHES:
             with demo.step(f"generate {name}"):
                 results[f"generate_{name}"] = run_deployed(
-                    generation(stack, project, url, number), "generate-completions/generate-completions"
+                    generation(stack, project, url, name), "generate-completions/generate-completions"
                 )
     batch = results["generate_first"]["batch"]
     dataset = batch.replace("/generated/", "/datasets/loop-").rpartition("/")[0]
@@ -71,18 +72,19 @@ def run_generate_demo(project: Path, console: Console) -> dict[str, Any]:
     return summary
 
 
-def generation(stack: StackConnection, project: Path, url: str, number: int) -> GenerateRun:
+def generation(stack: StackConnection, project: Path, url: str, name: str) -> GenerateRun:
     """One batch: its own share of the example prompts, put on the store."""
     lines = (EXAMPLES / "prompts.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    share = "".join(lines[number * NUM_PROMPTS : (number + 1) * NUM_PROMPTS])
-    path = project / ".dflash" / f"demo-prompts-{number}.jsonl"
+    start = BATCHES.index(name) * NUM_PROMPTS
+    share = "".join(lines[start : start + NUM_PROMPTS])
+    path = project / ".dflash" / f"demo-prompts-{name}.jsonl"
     path.write_text(share, encoding="utf-8")
     sampling = SamplingOptions(temperature=0.7, max_tokens=MAX_TOKENS)
     # A second demo finds the batch complete; other prompts or sampling make another batch.
-    name = fingerprint_of({"prompts": share, "sampling": sampling.model_dump(), "code": CODE_VERSION})[:12]
+    digest = fingerprint_of({"prompts": "".join(lines), "sampling": sampling.model_dump(), "code": CODE_VERSION})[:12]
     return GenerateRun(
         prompts=str(path),
-        batch=f"s3://{stack.bucket}/generated/{name}/{number}",
+        batch=f"s3://{stack.bucket}/generated/{digest}/{name}",
         endpoints=(url,),
         sampling=sampling,
         max_in_flight=NUM_PROMPTS,

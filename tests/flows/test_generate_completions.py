@@ -65,3 +65,29 @@ def _events(client: Any) -> set[str]:
             return names
         time.sleep(0.5)
     return set()
+
+
+def test_the_command_prints_one_object_and_fails_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dflash.errors import DatasetError
+    from flows.cli_generate import generate_command, spot_check_command
+
+    path = write_prompts(tmp_path / "prompts.jsonl", [prompt(number) for number in range(6)])
+    batch = str(tmp_path / "batch")
+
+    def abort(request: dict[str, Any]) -> dict[str, Any]:
+        return answer(request, finish_reason="abort" if "question 2" in str(request["messages"]) else "stop")
+
+    with serving(Stub(answer=abort)) as stub:
+        settings = ["max_attempts=1", "thinking=false"]
+        with pytest.raises(DatasetError, match=r"1 of 6 prompts failed.*--only-failed"):
+            generate_command(None, settings, str(path), [stub.url], batch)
+        assert stub.bodies[0]["chat_template_kwargs"] == {"enable_thinking": False}
+        stub.answer = answer
+        capsys.readouterr()
+        generate_command(None, settings, str(path), [stub.url], batch, only_failed=True, as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["complete"], printed["records"], printed["new"]) == (True, 6, 1)
+    spot_check_command(batch, as_json=True)
+    assert json.loads(capsys.readouterr().out)["num_records"] == 6

@@ -1,0 +1,118 @@
+"""One try against a server that says strange things: what it is taken for."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import dflash.generate.client as client_module
+from dflash.generate.answers import Failure
+from dflash.generate.client import Client, find_model, open_session
+from dflash.generate.config import GenerateRun
+from dflash.generate.prompts import Prompt
+from dflash.generate.requests import OpenAIDialect, make_request
+from tests.generate.stub_server import Stub, serving, unused_url
+
+RUN = GenerateRun(prompts="p", batch="b", endpoints=("http://a/v1",))
+REQUEST = make_request(Prompt("q", [{"role": "user", "content": "Why?"}]), RUN, "m")
+
+
+@dataclass(slots=True)
+class Raw(Stub):
+    """Sends these bytes, whatever is asked."""
+
+    data: bytes = b""
+    close: bool = False
+
+    async def handle(self, head: bytes, body: bytes, transport: asyncio.Transport) -> None:  # noqa: ARG002
+        transport.write(self.data)
+        if self.close:
+            transport.close()
+
+
+def http(status: int, body: bytes, headers: str = "") -> bytes:
+    return f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n{headers}\r\n".encode() + body
+
+
+def ask(url: str, timeout_s: float = 10) -> Any:
+    async def work() -> Any:
+        async with open_session(None, 4) as session:
+            return await Client(session, OpenAIDialect(), timeout_s).ask(url, REQUEST, 1)
+
+    return asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (http(200, b""), "broken_json"),
+        (http(200, b'{"choices": [{"mess'), "broken_json"),
+        (http(200, b'{"choices": [], "choices": []}'), "broken_json"),
+        (http(200, b'{"usage": {"completion_tokens": NaN}}'), "broken_json"),
+        (http(200, b"[]"), "bad_reply"),
+        (http(200, b'{"error": "no"}'), "bad_reply"),
+        (http(200, b'{"choices": [{"message": {"content": "\\ud83d"}, "finish_reason": "stop"}]}'), "broken_json"),
+        (http(201, b"{}"), "redirected"),
+        (http(302, b"", "location: http://127.0.0.1:1/\r\n"), "redirected"),
+        (http(400, b"context too long"), "refused"),
+        (http(422, b""), "refused"),
+        (http(401, b""), "unauthorised"),
+        (http(404, b""), "not_found"),
+        (http(408, b""), "timeout"),
+        (http(429, b"", "retry-after: 3\r\n"), "too_many_requests"),
+        (http(500, b""), "server_error"),
+        (http(502, b"<html>"), "server_error"),
+        (http(503, b""), "overloaded"),
+        (http(504, b""), "timeout"),
+        (b"this is no HTTP\r\n\r\n", "broken_connection"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{}", "broken_connection"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", "broken_connection"),
+    ],
+)
+def test_strange_replies(data: bytes, kind: str) -> None:
+    with serving(Raw(data=data, close=True)) as stub:
+        failure = ask(stub.url)
+    assert isinstance(failure, Failure)
+    assert failure.kind == kind
+    assert failure.may_retry == (kind not in ("refused", "redirected", "unauthorised", "not_found"))
+    assert failure.retry_after_s == (3 if kind == "too_many_requests" else 0)
+
+
+def test_a_body_without_end_and_one_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_REPLY_BYTES", 1000)
+    with serving(Raw(data=http(200, b"x" * 2000))) as stub:
+        assert ask(stub.url).kind == "too_large"
+    with serving(Raw(data=b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{")) as stub:
+        failure = ask(stub.url, timeout_s=0.3)
+    assert (failure.kind, failure.is_pressure, failure.is_fault) == ("timeout", True, True)
+
+
+def test_nobody_listens() -> None:
+    failure = ask(unused_url())
+    assert (failure.kind, failure.is_fault, failure.is_pressure) == ("no_connection", True, False)
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [(None, 0), ("2", 2), ("-5", 0), ("1e9", 300), ("nan", 0), ("soon", 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)],
+)
+def test_retry_after(header: str | None, seconds: float) -> None:
+    assert client_module._seconds(header) == seconds
+
+
+def test_the_model_is_asked_for() -> None:
+    from dflash.errors import ServiceError
+
+    async def find(url: str) -> str:
+        async with open_session(None, 1) as session:
+            return await find_model(session, (unused_url(), url))
+
+    with serving(Stub()) as stub:
+        assert asyncio.run(find(stub.url)) == "stub"
+    with serving(Raw(data=http(200, b'{"data": [{"id": "a"}, {"id": "b"}]}'))) as stub:
+        url = stub.url
+        with pytest.raises(ServiceError, match="serves a, b"):
+            asyncio.run(find(url))
