@@ -19,6 +19,7 @@ from dflash.manifest import Batch
 from dflash.storage import ObjectInfo, Store, join_uri, parse_uri
 
 SUCCESS: Final = "_SUCCESS"
+PARTS_PREFIX: Final = "_parts/"  # what `dflash generate` keeps beside its files
 BatchState = Literal["merged", "changed", "ready", "open", "empty", "skipped"]
 
 
@@ -126,6 +127,8 @@ def _completeness(objects: Iterable[ObjectInfo], quiet_s: float | None, now_s: f
     times = [item.modified_s for item in objects]
     if any(item.key == SUCCESS for item in objects):
         return True, f"{SUCCESS} is there"
+    if any(item.key.startswith(PARTS_PREFIX) for item in objects):
+        return False, f"no {SUCCESS} yet, which its generation writes at the end, however long it stands still"
     if quiet_s is None:
         return False, f"no {SUCCESS} yet"
     if min(times) <= 0:

@@ -6,8 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash.data.chat import template_messages
-from dflash.data.messages import normalise_message
+from dflash.data.messages import OPEN_TAG, normalise_message
 from dflash.data.tokenizer import TargetTokenizer
+
+
+def opens_thinking(tokenizer: TargetTokenizer, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the template leaves a thinking block open at the end of a prompt: what is sampled is a trace first.
+
+    Raises:
+        RecordError: the template can't render a plain question.
+    """
+    question = [{"role": "user", "content": "a"}]
+    text = tokenizer.template.render(question, None, kwargs, add_generation_prompt=True)
+    return text.rstrip().endswith(OPEN_TAG)
 
 
 def prompt_token_ids(

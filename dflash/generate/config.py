@@ -42,7 +42,11 @@ class GenerateRun(RunModel):
         description="`openai`: /chat/completions, with token ids where the server gives them (vLLM); `sglang`: the "
         "native /generate, which takes and gives token ids and needs `tokenizer`.",
     )
-    tokenizer: str | None = Field(default=None, description="The target's tokenizer; only `sglang` needs it.")
+    tokenizer: str | None = Field(
+        default=None,
+        description="The target's tokenizer. `sglang` needs it; else it tells whether the target "
+        "thinks where `thinking` isn't set, so that cut thinking is recognised behind servers without a parser.",
+    )
     sampling: SamplingOptions = Field(default=SamplingOptions(), description="How the target samples.")
     thinking: bool | None = Field(
         default=None, description="Passed to the chat template as enable_thinking; none: the template's default."

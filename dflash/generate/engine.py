@@ -127,9 +127,9 @@ class Engine:
                 self._changed.set()
 
     async def _next(self, requests: Iterator[Request]) -> _Job | None:
-        """A job that is due, else a new one; None when nothing is left. Counts it as active."""
+        """A job that is due, else a new one, counted as active; None when nothing is left or the run can't succeed."""
         loop = asyncio.get_running_loop()
-        while True:
+        while not self._fault:
             now = loop.time()
             if self._waiting and self._waiting[0].due <= now:
                 self._active += 1
@@ -145,6 +145,7 @@ class Engine:
                 self._changed.set()
                 return None
             await self._sleep_until_changed(self._waiting[0].due - now if self._waiting else None)
+        return None
 
     async def _sleep_until_changed(self, seconds: float | None) -> None:
         self._changed.clear()

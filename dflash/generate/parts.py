@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dflash.data.discovery import SUCCESS
+from dflash.data.discovery import PARTS_PREFIX, SUCCESS
 from dflash.data.strict_json import parse_json
 from dflash.errors import (
     DamagedDatasetError,
@@ -249,4 +249,4 @@ def _number(key: str) -> int:
 
 
 def _index_key(key: str) -> str:
-    return f"_parts/{key}".removesuffix("l")
+    return f"{PARTS_PREFIX}{key}".removesuffix("l")

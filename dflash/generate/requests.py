@@ -29,6 +29,7 @@ class Request:
         kwargs: what the chat template gets.
         tools: of the prompt, else of the run.
         hash: hex digest of all that decides the answer; the same for every try.
+        thinks_by_default: whether the template opens a thinking block where nobody says; None where that isn't known.
     """
 
     prompt: Prompt
@@ -38,12 +39,13 @@ class Request:
     kwargs: Mapping[str, Any]
     tools: Sequence[Any]
     hash: str
+    thinks_by_default: bool | None = None
 
     @property
     def thinking(self) -> bool | None:
-        """Whether thinking was asked for; None leaves it to the template."""
+        """Whether the target thinks first; None where that isn't known."""
         value = self.kwargs.get(THINKING_FLAG)
-        return value if isinstance(value, bool) else None
+        return value if isinstance(value, bool) else self.thinks_by_default
 
     def with_other_seed(self, number: int) -> Request:
         """The same question for another answer, after one that was empty or broken off."""
@@ -52,7 +54,7 @@ class Request:
         return replace(self, seed=request_seed(self.sampling.seed, f"{self.prompt.id}\0{number}"))
 
 
-def make_request(prompt: Prompt, run: GenerateRun, model: str) -> Request:
+def make_request(prompt: Prompt, run: GenerateRun, model: str, *, thinks_by_default: bool | None = None) -> Request:
     """The request for a prompt of a run."""
     sampling = run.sampling
     if prompt.sampling:
@@ -61,7 +63,8 @@ def make_request(prompt: Prompt, run: GenerateRun, model: str) -> Request:
     kwargs = {**run.template_kwargs, **prompt.chat_template_kwargs}
     tools = prompt.tools or list(run.tools)
     parts = msgspec.json.encode([prompt.messages, model, sampling.model_dump(), kwargs, tools], order="deterministic")
-    return Request(prompt, model, sampling, seed, kwargs, tools, hashlib.sha256(parts).hexdigest()[:32])
+    digest = hashlib.sha256(parts).hexdigest()[:32]
+    return Request(prompt, model, sampling, seed, kwargs, tools, digest, thinks_by_default)
 
 
 def request_seed(seed: int, text: str) -> int:

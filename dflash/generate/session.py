@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from dflash.data.prompting import opens_thinking
 from dflash.data.tokenizer import load_tokenizer
 from dflash.errors import DatasetError, UsageError
 from dflash.generate.answers import Failure
@@ -98,6 +99,7 @@ class GenerateSession:
         self._listener = listener
         self._spool = Spool(work, run.batch, run.part_records, PART_BYTES)
         self._ids: set[bytes] = set()
+        self._thinks_by_default: bool | None = None
         self._progress = GenerateProgress()
 
     def __enter__(self) -> Self:
@@ -202,11 +204,7 @@ class GenerateSession:
         }
 
     async def _generate(self) -> Engine:
-        dialect: Dialect = OpenAIDialect()
-        if self.run.api == "sglang":
-            if self.run.tokenizer is None:
-                raise UsageError("api = sglang needs `tokenizer`: prompts are rendered and encoded here.")
-            dialect = SGLangDialect(load_tokenizer(self.run.tokenizer))
+        dialect = self._dialect()
         self._queue: asyncio.Queue[Path] = asyncio.Queue(PARTS_AHEAD)
         async with open_session(self._api_key, self.run.max_in_flight) as session:
             model = self.run.model or await find_model(session, self.run.endpoints)
@@ -230,6 +228,16 @@ class GenerateSession:
                     await asyncio.to_thread(self._upload, last)
                 show()
         return engine
+
+    def _dialect(self) -> Dialect:
+        """How the servers are asked; a tokenizer also tells whether the target thinks where nobody says."""
+        if self.run.tokenizer is None:
+            if self.run.api == "sglang":
+                raise UsageError("api = sglang needs `tokenizer`: prompts are rendered and encoded here.")
+            return OpenAIDialect()
+        tokenizer = load_tokenizer(self.run.tokenizer)
+        self._thinks_by_default = opens_thinking(tokenizer, self.run.template_kwargs)
+        return SGLangDialect(tokenizer) if self.run.api == "sglang" else OpenAIDialect()
 
     async def add(self, record: dict[str, Any]) -> None:
         """Keep a finished record (see `engine.Sink`)."""
@@ -270,7 +278,7 @@ class GenerateSession:
         for prompt in self._prompts:
             digest = digest_of(prompt.id)
             known = self.log.done.get(digest) or spooled.get(digest)
-            request = make_request(prompt, self.run, model)
+            request = make_request(prompt, self.run, model, thinks_by_default=self._thinks_by_default)
             if known is not None:
                 if known != short_hash(request.hash):
                     raise _changed(prompt, self.run.batch)

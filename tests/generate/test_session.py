@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dflash.config import MergeRun, RefreshRun, TokenizeRun
+from dflash.data.dataset import DatasetRoot
+from dflash.data.discovery import find_batches
 from dflash.errors import DatasetError, ServiceError, UsageError
+from dflash.storage import open_store
 from tests.generate.conftest import MakeRun, completions, generate, prompt, records, write_prompts
 from tests.generate.stub_server import FAULTS, Answer, Stub, answer, serving, unused_url
 
@@ -103,7 +108,7 @@ def test_an_id_can_not_change_its_question(tmp_path: Path, make_run: MakeRun) ->
 def test_a_server_that_refuses_everything_stops_the_run(tmp_path: Path, make_run: MakeRun) -> None:
     with serving(Stub(status=401)) as stub, pytest.raises(ServiceError, match="unauthorised"):
         generate(make_run(stub, 100, model="stub"), tmp_path / "work")
-    assert len(stub.bodies) < 100
+    assert len(stub.bodies) <= 16, "those in flight, and no more"
 
 
 def test_an_outage_stops_the_run_and_the_next_goes_on(tmp_path: Path, make_run: MakeRun) -> None:
@@ -127,3 +132,38 @@ def test_the_key_is_sent_and_kept_nowhere(tmp_path: Path, make_run: MakeRun) -> 
         generate(make_run(stub, 2), tmp_path / "work", api_key="sk-hidden")
         assert all(b"Authorization: Bearer sk-hidden" in head for head in stub.headers)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"sk-hidden" in path.read_bytes()]
+
+
+def test_a_tokenizer_tells_that_cut_text_is_a_trace(
+    tmp_path: Path, make_run: MakeRun, smollm2_tokenizer_dir: Path
+) -> None:
+    folder = tmp_path / "thinking"
+    shutil.copytree(smollm2_tokenizer_dir, folder)
+    template = folder / "chat_template.jinja"
+    opened = "{% if add_generation_prompt and enable_thinking is not false %}<think>\n{% endif %}"
+    template.write_text(template.read_text() + opened)
+    with serving(Stub(answer=lambda request: answer(request, finish_reason="length"))) as stub:
+        generate(make_run(stub, 2, tokenizer=str(folder)), tmp_path / "work")
+    for record in records(tmp_path / "batch"):
+        assert record["thinking_truncated"]
+        assert record["messages"][-1]["content"] is None
+        assert record["messages"][-1]["reasoning_content"].startswith("You said: question")
+
+
+def test_a_batch_that_stands_still_is_not_taken_for_complete(tmp_path: Path, make_run: MakeRun) -> None:
+    with serving(Stub()) as stub:
+        generate(make_run(stub, 3), tmp_path / "batches" / "work")
+    (tmp_path / "batch").rename(tmp_path / "batches" / "one")
+    refresh = RefreshRun(
+        merge=MergeRun(batch=TokenizeRun(source=str(tmp_path / "batches"), dataset=str(tmp_path / "d"), tokenizer="t")),
+        quiet_s=0,
+        skip=("work",),
+    )
+
+    def state() -> str:
+        found = find_batches(open_store(str(tmp_path / "batches")), DatasetRoot.open(str(tmp_path / "d")), refresh, 2e9)
+        return next(batch.state for batch in found if batch.name == "one")
+
+    assert state() == "ready"
+    (tmp_path / "batches" / "one" / "_SUCCESS").unlink()
+    assert state() == "open"
