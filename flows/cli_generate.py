@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dflash.errors import UsageError
 from dflash.generate.config import GenerateRun, RegenerateRun
 from dflash.storage import open_store
 from flows.cli_data import ConfigFile, JsonFlag, Settings, print_result, progress_bar, quiet_prefect
@@ -32,6 +33,7 @@ def generate_command(  # noqa: PLR0913, PLR0917 (the options of a command)
     """Let the target answer prompts, each exactly once; run it again to go on after a stop."""
     named = {"prompts": prompts, "endpoints": endpoint or None, "batch": batch, "only_failed": only_failed or None}
     run = load_parameters(GenerateRun, config, setting or [], named)
+    _require_aiohttp()
     with orchestrator():
         from flows.generate_completions import generate_completions
 
@@ -50,6 +52,7 @@ def regenerate_command(
     named = {"generate.batch": batch, "generate.endpoints": endpoint or None, "generate.prompts": "(what is found)"}
     by_name = [f"{name}={json.dumps(value)}" for name, value in named.items() if value is not None]
     run = load_parameters(RegenerateRun, config, [*by_name, *(setting or [])], {"source": source})
+    _require_aiohttp()
     with orchestrator():
         from flows.generate_completions import regenerate_completions
 
@@ -68,6 +71,16 @@ def spot_check_command(
     log.load()
     report = assess_batch(log.store, log.counts)
     sys.stdout.write(json.dumps(report.to_json(), ensure_ascii=False) + "\n" if as_json else render_markdown(report))
+
+
+def _require_aiohttp() -> None:
+    """Say how to install what requests need, before servers are started."""
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"Generating needs aiohttp: {error}. Install the extra: pip install 'dflash-pipeline[generate]'."
+        ) from error
 
 
 def _with_progress(flow: Any, run: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from dflash.errors import UsageError
 from flows.connection import cache, project, store_credentials
 
 LOOPBACK = "127.0.0.1"
@@ -26,7 +27,13 @@ def serve_command(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Serve a target behind OpenAI's chat API until it is stopped; prints one JSON line with its URL when ready."""
-    from dflash.serving.server import ServeOptions, serve
+    try:
+        from dflash.serving.server import ServeOptions, serve
+    except ImportError as error:
+        raise UsageError(
+            f"Serving needs torch, starlette and uvicorn: {error}. Install the extra: "
+            "pip install 'dflash-pipeline[serve]'."
+        ) from error
     from embedded.smollm2 import ensure_smollm2
 
     if target is None:
