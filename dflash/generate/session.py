@@ -142,6 +142,7 @@ class GenerateSession:
             UsageError: an id that is done belongs to another request now.
         """
         start = time.monotonic()
+        self._spool.forget_failures()
         self._upload_full()
         engine = asyncio.run(self._generate()) if self._missing() else None
         tally = None if engine is None else engine.tally

@@ -111,8 +111,15 @@ class Spool:
             self._failures.write(msgspec.json.encode(failure) + b"\n")
             self._failures.flush()
 
+    def forget_failures(self) -> None:
+        """Begin the list anew."""
+        assert self._failures is not None, "the spool is open inside its context"
+        with os_errors_as_storage_errors(str(self.folder)):
+            self._failures.truncate(0)
+            self._failures.seek(0)
+
     def failures(self) -> bytes:
-        """All that `give_up` noted in this run."""
+        """All that `give_up` noted since then."""
         return (self.folder / FAILURES).read_bytes()
 
     def open_records(self) -> Iterator[dict[str, Any]]:

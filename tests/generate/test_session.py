@@ -13,6 +13,7 @@ from dflash.config import MergeRun, RefreshRun, TokenizeRun
 from dflash.data.dataset import DatasetRoot
 from dflash.data.discovery import find_batches
 from dflash.errors import DatasetError, ServiceError, UsageError
+from dflash.generate.session import GenerateSession
 from dflash.storage import open_store
 from tests.generate.conftest import MakeRun, completions, generate, prompt, records, write_prompts
 from tests.generate.stub_server import FAULTS, Answer, Stub, answer, serving, unused_url
@@ -167,3 +168,16 @@ def test_a_batch_that_stands_still_is_not_taken_for_complete(tmp_path: Path, mak
     assert state() == "ready"
     (tmp_path / "batches" / "one" / "_SUCCESS").unlink()
     assert state() == "open"
+
+
+def test_a_second_try_in_one_session_lists_its_own_failures(tmp_path: Path, make_run: MakeRun) -> None:
+    with serving(Stub(answer=aborting("question 1"))) as stub:
+        run = make_run(stub, 3, max_attempts=1)
+        with GenerateSession(run, None, tmp_path / "work") as session:
+            session.plan()
+            first, second = session.generate(), session.generate()
+        assert (first.num_new, first.num_failed, second.num_new, second.num_failed) == (2, 1, 0, 1)
+        assert second.failures is not None
+        assert len(Path(second.failures).read_text().splitlines()) == 1
+        stub.answer = answer
+        assert generate(run.model_copy(update={"only_failed": True}), tmp_path / "work").is_complete
