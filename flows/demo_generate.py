@@ -26,7 +26,7 @@ from dflash.manifest import fingerprint_of
 from dflash.runs import DrafterRun
 from embedded.smollm2 import ensure_smollm2
 from embedded.stack import StackConnection, activate, connect, up
-from flows.demo import EXAMPLES, REPOSITORY, Demo, run_deployed
+from flows.demo_steps import EXAMPLES, REPOSITORY, Demo, run_deployed
 
 BATCHES = ("first", "second")
 NUM_PROMPTS = 32  # in each batch: less than a minute of decoding

@@ -24,7 +24,7 @@ from dflash.manifest import (
 )
 from dflash.storage import open_store
 from embedded.stack import StackConnection
-from flows import demo
+from flows import demo, demo_steps
 
 if TYPE_CHECKING:
     from embedded.seaweedfs import SeaweedServer
@@ -34,7 +34,7 @@ def write_parts(folder: Path, *contents: str) -> list[Path]:
     folder.mkdir(exist_ok=True)
     for number, content in enumerate(contents):
         (folder / f"part-{number:05d}.jsonl").write_text(content)
-    return demo.list_examples(folder)
+    return demo_steps.list_examples(folder)
 
 
 def make_manifest() -> Manifest:
@@ -68,31 +68,31 @@ def make_manifest() -> Manifest:
 
 def test_prefix_is_kept_until_files_or_code_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = write_parts(tmp_path / "parts", "a", "b")
-    first = demo.inputs_prefix("datasets/demo", parts)
+    first = demo_steps.inputs_prefix("datasets/demo", parts)
     prefix, _, digest = first.rpartition("-")
     assert prefix == "datasets/demo"
     assert len(bytes.fromhex(digest)) == 6
-    assert demo.inputs_prefix("datasets/demo", parts) == first
-    seen = {first, demo.inputs_prefix("datasets/demo", parts[:1])}
-    seen.add(demo.inputs_prefix("datasets/demo", write_parts(tmp_path / "parts", "a", "c")))
-    monkeypatch.setattr(demo, "CODE_VERSION", demo.CODE_VERSION + 1)
-    seen.add(demo.inputs_prefix("datasets/demo", parts))
+    assert demo_steps.inputs_prefix("datasets/demo", parts) == first
+    seen = {first, demo_steps.inputs_prefix("datasets/demo", parts[:1])}
+    seen.add(demo_steps.inputs_prefix("datasets/demo", write_parts(tmp_path / "parts", "a", "c")))
+    monkeypatch.setattr(demo_steps, "CODE_VERSION", demo_steps.CODE_VERSION + 1)
+    seen.add(demo_steps.inputs_prefix("datasets/demo", parts))
     assert len(seen) == 4
 
 
 def test_changed_examples_are_put_beside_the_old_ones(tmp_path: Path, s3_server: SeaweedServer) -> None:
     stack = StackConnection("", s3_server.credentials, s3_server.bucket, tmp_path, tmp_path)
     parts = write_parts(tmp_path / "parts", "a", "b")
-    old = demo.put_files(stack, "completions/examples", parts)
-    assert demo.put_files(stack, "completions/examples", parts) == old
-    new = demo.put_files(stack, "completions/examples", write_parts(tmp_path / "parts", "a", "changed"))
+    old = demo_steps.put_files(stack, "completions/examples", parts)
+    assert demo_steps.put_files(stack, "completions/examples", parts) == old
+    new = demo_steps.put_files(stack, "completions/examples", write_parts(tmp_path / "parts", "a", "changed"))
     found = [open_store(uri, stack.s3).read("part-00001.jsonl") for uri in (old, new)]
     assert found == [b"b", b"changed"]
 
 
 def test_without_examples_it_says_where_they_should_be(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="from a checkout"):
-        demo.list_examples(tmp_path)
+        demo_steps.list_examples(tmp_path)
 
 
 @pytest.mark.parametrize("conversations", [None, {"rows": 100}])
@@ -100,7 +100,7 @@ def test_numbers_are_kept_in_demo_json(tmp_path: Path, conversations: dict[str, 
     from flows.tokenize_completions import summary
 
     (tmp_path / ".dflash").mkdir()
-    state = demo.Demo(tmp_path, Console(quiet=True))
+    state = demo_steps.Demo(tmp_path, Console(quiet=True))
     with state.step("up"):
         pass
     with state.step("tokenize"):

@@ -1,0 +1,152 @@
+"""Held-out acceptance length by CPU seconds of the drafter, on GSM8K answers of the small target, against a reference.
+
+The reference is an untuned drafter of the same kind, trained and measured on the same target and task (one layer,
+blocks of 8, no warm start); its figures are constants here. Ours trains through the same engine as `dflash train`, with
+features computed beforehand, so that the clock runs for the drafter alone, as it did for the reference. Every number is
+a free-running greedy decode of held-out problems.
+
+    python benchmarks/acceptance.py [--cpu-seconds 60 120 240] [--json]
+
+The target's answers are written once (about 10 minutes on one core) and kept in .dflash/bench.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# As a script, this folder would come first and its tokenize.py would hide the standard module.
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[0] = str(REPOSITORY)
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import random  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+from typing import Any  # noqa: E402
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from benchmarks.measure import print_table  # noqa: E402
+from dflash.data.batches import BatchState, Pack  # noqa: E402
+from dflash.data.row_reader import Row  # noqa: E402
+from dflash.eval.acceptance import evaluate  # noqa: E402
+from dflash.eval.prompts import Prompt  # noqa: E402
+from dflash.eval.speculate import DecodeOptions, Speculator  # noqa: E402
+from dflash.model.features import Target  # noqa: E402
+from dflash.serving.decoding import Decoding, decode_batch  # noqa: E402
+from dflash.train.config import DrafterChoices, OptimizerConfig, ReplayConfig, TrainConfig  # noqa: E402
+from dflash.train.engine import Engine  # noqa: E402
+from dflash.train.packed import PackedRow  # noqa: E402
+from dflash.train.preflight import drafter_config  # noqa: E402
+from dflash.train.replay import Features  # noqa: E402
+from dflash.train.setup import build_drafter  # noqa: E402
+from dflash.train.vocabulary import LossVocabulary  # noqa: E402
+from dflash.train.warm_start import warm_start  # noqa: E402
+from dflash.train.world import World  # noqa: E402
+from embedded.smollm2 import ensure_smollm2  # noqa: E402
+
+QUESTIONS = REPOSITORY.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
+ANSWERS = REPOSITORY / ".dflash" / "bench" / "gsm8k-answers.jsonl"
+MODEL = REPOSITORY / ".dflash" / "models" / "smollm2"
+REFERENCE = {60: 1.23, 120: 1.34, 240: 1.50, 360: 1.55, 480: 1.60, 600: 1.62, 700: 1.625}
+NUM_ROWS, NUM_HELD_OUT, MAX_TOKENS, BATCH = 384, 30, 128, 32
+END_IDS = (2,)
+LAYERS = (1, 8, 14, 20, 27)
+CONFIG = TrainConfig(
+    drafter=DrafterChoices(
+        num_hidden_layers=1, block_size=8, target_layer_ids=LAYERS, intermediate_size=768, mask_token_id=16
+    ),
+    optimizer=OptimizerConfig(learning_rate=4e-4),
+    replay=ReplayConfig(max_bytes=2_000_000_000, dtype="float32", steps=1),
+    num_anchors=32,
+    loss_vocab_size=4608,
+    warm_start=True,
+)
+
+
+def main() -> None:
+    """Parse the command line and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu-seconds", type=float, nargs="+", default=[float(mark) for mark in REFERENCE])
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    target = Target.load(str(ensure_smollm2(MODEL)), LAYERS, dtype=torch.float32)
+    rows, prompts = split(answers(target))
+    table = []
+    for mark, steps, taus in train(target, rows, prompts, sorted(arguments.cpu_seconds)):
+        reference = REFERENCE.get(round(mark))
+        ratio = None if reference is None else round((taus["tau"] - 1) / (reference - 1), 2)
+        table.append(
+            {"drafter_cpu_s": mark, "steps": steps, **taus, "reference_tau": reference, "accepted_ratio": ratio}
+        )
+        sys.stderr.write(f"{table[-1]}\n")
+    print_table(table, arguments.json)
+
+
+def answers(target: Target) -> list[dict[str, Any]]:
+    """Problems with the target's greedy answers, from the file or written now."""
+    from transformers import AutoTokenizer
+
+    kept = ANSWERS.read_text().splitlines() if ANSWERS.exists() else []
+    if len(kept) >= NUM_ROWS + NUM_HELD_OUT:
+        return [json.loads(line) for line in kept[: NUM_ROWS + NUM_HELD_OUT]]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    questions = [json.loads(line)["question"] for line in QUESTIONS.read_text().splitlines()]
+    random.Random(0).shuffle(questions)
+    found = []
+    for start in range(0, NUM_ROWS + NUM_HELD_OUT, BATCH):
+        batch = [
+            tokenizer.apply_chat_template([{"role": "user", "content": one}], add_generation_prompt=True)["input_ids"]
+            for one in questions[start : start + BATCH]
+        ]
+        written = decode_batch(target.model, [Decoding(ids, MAX_TOKENS) for ids in batch], END_IDS)
+        found += [{"prompt": prompt, "answer": answer} for prompt, answer in zip(batch, written, strict=True)]
+        sys.stderr.write(f"{len(found)} answers\n")
+    ANSWERS.parent.mkdir(parents=True, exist_ok=True)
+    ANSWERS.write_text("".join(json.dumps(one) + "\n" for one in found))
+    return found[: NUM_ROWS + NUM_HELD_OUT]
+
+
+def split(found: list[dict[str, Any]]) -> tuple[list[Row], list[Prompt]]:
+    """Rows to train on and held-out prompts."""
+    prompts = [Prompt(str(number), "gsm8k", tuple(one["prompt"])) for number, one in enumerate(found[:NUM_HELD_OUT])]
+    rows = []
+    for number, one in enumerate(found[NUM_HELD_OUT:]):
+        mask = np.arange(len(one["prompt"]) + len(one["answer"])) >= len(one["prompt"])
+        rows.append(Row((0, number), np.array(one["prompt"] + one["answer"], dtype=np.int32), mask, str(number), ""))
+    return rows, prompts
+
+
+def train(
+    target: Target, rows: list[Row], prompts: list[Prompt], marks: list[float]
+) -> Iterator[tuple[float, int, dict[str, float]]]:
+    """Train to the last mark; at each give the steps and tau."""
+    drafter = build_drafter(CONFIG, drafter_config(CONFIG, target.text_config), target)
+    features = Features(target, CONFIG.replay, target.device)
+    for row in rows:
+        features.of(Pack((row,), 0, 0, BatchState()), PackedRow.of((row,)))
+    counts = np.bincount(np.concatenate([row.input_ids[row.loss_mask] for row in rows]), minlength=len(target.head_VH))
+    spent = -time.process_time()
+    warm_start(drafter, target, features.draw(1000, 1, "warm start"), torch.from_numpy(counts))
+    vocabulary = LossVocabulary.of(counts, CONFIG.loss_vocab_size or 0, target.head_VH)
+    engine = Engine(CONFIG, drafter, target, features, World.current(), vocabulary)
+    drafter.train()
+    spent += time.process_time()
+    step = 0
+    for mark in marks:
+        while spent < mark:
+            started = time.process_time()
+            engine.step(features.draw(256, 1, f"step {step}"), f"step {step}", min(spent / marks[-1], 1.0))
+            spent += time.process_time() - started
+            step += 1
+        report = evaluate(Speculator(target, drafter), prompts, DecodeOptions(MAX_TOKENS, END_IDS), compare=False)
+        drafter.train()
+        yield mark, step, {"tau": round(report.tau, 3)}
+
+
+if __name__ == "__main__":
+    main()
