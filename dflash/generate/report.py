@@ -11,7 +11,7 @@ import msgspec
 
 from dflash.data.quality_report import printable
 from dflash.data.strict_json import parse_json
-from dflash.errors import RecordError, StorageError
+from dflash.errors import ObjectNotFoundError, RecordError, StorageError
 from dflash.generate.looks import LOOP_RATIO, BatchCounts, Place
 from dflash.storage import Store
 
@@ -81,8 +81,14 @@ def save_report(store: Store, report: BatchReport) -> None:
     """Keep the report in the batch, over an earlier one."""
     data = msgspec.json.format(msgspec.json.encode(report.to_json()), indent=2) + b"\n"
     for key, content in ((_REPORT_JSON, data), (_REPORT_MARKDOWN, render_markdown(report).encode())):
-        listed = next((item for item in store.list("") if item.key == key), None)
-        store.replace(key, content, if_match=None if listed is None else store.head(key).etag)
+        store.replace(key, content, if_match=_etag(store, key))
+
+
+def _etag(store: Store, key: str) -> str | None:
+    try:
+        return store.head(key).etag
+    except ObjectNotFoundError:
+        return None
 
 
 def render_markdown(report: BatchReport) -> str:
