@@ -8,9 +8,9 @@ Legend: S tokens of a packed row, F feature values of a token, N blocks, B slots
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from dflash.train.seeds import named_generator
 from dflash.train.vocabulary import LossVocabulary
 from dflash.train.world import World
 
-_SCALARS = ("numerator", "weight", "tokens", "rows", "anchors", "skipped_rows", "stop")
+log = logging.getLogger(__name__)
+_SCALARS = ("numerator", "weight", "tokens", "rows", "anchors", "skipped_rows", "stop", "halved")
 
 
 class StepSums:
@@ -85,7 +86,7 @@ class Engine:
         features: computes or replays the target's features.
         world: the ranks.
         vocabulary: samples the ids of each loss; None takes all.
-        halved: packs are split in two since an out-of-memory error.
+        halved: packs are split in two since an out-of-memory error of any rank.
     """
 
     config: TrainConfig
@@ -116,11 +117,13 @@ class Engine:
             stop: this rank wants to stop; the sum tells all ranks.
 
         Raises:
-            TrainingError: out of memory although packs are halved already.
+            TrainingError: out of memory although packs are halved already; or at all where the drafter is sharded: the
+                other ranks wait inside collectives then, so nothing can begin anew.
         """
         sums = self._accumulate_within_memory(packs, key)
-        sums.add(stop=float(stop))
+        sums.add(stop=float(stop), halved=float(self.halved))
         self.world.sum(sums.vector)
+        self.halved = sums["halved"] > 0  # from the next step on all ranks split alike, as their checkpoint says
         weights = list(self.drafter.parameters())
         if not self._is_sharded:
             self.world.sum_gradients(weights)
@@ -131,7 +134,7 @@ class Engine:
         norm = scale_and_clip(weights, sums["weight"], self.config.optimizer.clip_norm)
         if not torch.isfinite(norm):
             self.optimizer.zero_grad()
-            sums.add(skipped_rows=sums["rows"])
+            sums.add(skipped_rows=sums["rows"] - sums["skipped_rows"])
             return StepReport(sums, None, rate)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
@@ -145,6 +148,10 @@ class Engine:
         except torch.OutOfMemoryError as error:
             if self.halved or self._is_sharded:
                 raise self._out_of_memory() from error
+        log.warning(
+            "out of memory with packs of %d tokens: from here on each is made in two halves, which takes longer",
+            self.config.pack_tokens,
+        )
         self.halved = True
         self.optimizer.zero_grad()
         if self.device.type == "cuda":
@@ -169,12 +176,16 @@ class Engine:
     def _accumulate(self, packs: Sequence[Pack | None], key: str) -> StepSums:
         sums = StepSums(self.drafter.config.num_draft_tokens, self.device)
         present = [pack for pack in packs if pack is not None]
-        parts = list(chain.from_iterable(pack.halves() for pack in present)) if self.halved else present
-        idle = len(packs) - len(present)
-        for number, pack in enumerate(parts):
-            seed = f"{self.config.seed}/{key}/{pack.index}/{number if self.halved or pack.index < 0 else 0}"
-            idle += not self._micro_batch(pack, named_generator(seed), sums)
-        for _ in range(idle if self._is_sharded else 0):
+        passes = 0
+        for number, pack in enumerate(present):
+            for half, part in enumerate(pack.halves() if self.halved else (pack,)):
+                # Packs of the order have an index; those of replay are told apart by their place.
+                place = half if pack.index >= 0 else number + half * len(present)
+                generator = named_generator(f"{self.config.seed}/{key}/{pack.index}/{place}")
+                passes += self._micro_batch(part, generator, sums)
+        # A run that was halved while it was replicated may go on sharded; a pack of one row has no second half.
+        wanted = len(packs) * (2 if self.halved else 1)
+        for _ in range(wanted - passes if self._is_sharded else 0):
             self._idle_pass()
         return sums
 

@@ -19,8 +19,10 @@ from dflash.train import loop
 from dflash.train.checkpoint import load
 from dflash.train.config import LossConfig, OptimizerConfig, ReplayConfig, TrainConfig
 from dflash.train.curves import plot_metrics, read_metrics
+from dflash.train.engine import _SCALARS
 from dflash.train.loop import Hooks, Run, TrainResult
 from dflash.train.stopping import stop_on_signal
+from dflash.train.world import World
 
 MakeDrafter = Callable[[], Drafter]
 
@@ -175,16 +177,36 @@ def test_a_non_finite_gradient_skips_the_step(
 
 
 def test_out_of_memory_halves_packs_once_then_stops(
-    tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards
+    tmp_path: Path,
+    target: Any,
+    make_drafter: MakeDrafter,
+    source: LocalShards,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     target.out_of_memory_above = 30
     halved = Run(config(num_epochs=1), target, make_drafter(), source, tmp_path / "half").train()
     assert halved.halved
+    assert [record.levelname for record in caplog.records if "in two halves" in record.message] == ["WARNING"]
     assert any(row["halved"] for row in read_metrics(tmp_path / "half"))
     assert Run(config(num_epochs=2), target, make_drafter(), source, tmp_path / "half").engine.halved
     target.out_of_memory_above = 10
     with pytest.raises(TrainingError, match=r"halved already.*dflash plan"):
         Run(config(num_epochs=1), target, make_drafter(), source, tmp_path / "never").train()
+
+
+def test_all_ranks_halve_their_packs_when_one_had_to(
+    tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards
+) -> None:
+    class BesideHalvedRank(World):
+        def sum(self, values: torch.Tensor) -> torch.Tensor:
+            values[_SCALARS.index("halved")] += 1
+            return values
+
+    run = Run(config(num_epochs=1), target, make_drafter(), source, tmp_path)
+    run.engine.world = BesideHalvedRank()
+    pack = next(loop.BatchOrder(0, 60, num_epochs=1).packs(source))
+    run.engine.step([pack], "fresh", 0.5)
+    assert run.engine.halved
 
 
 def test_replay_computes_each_kept_row_once(

@@ -27,17 +27,19 @@ def newest(run_dir: Path) -> Snapshot:
     return load(path)
 
 
-@pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
+@pytest.mark.parametrize(("sharding", "packs"), [("replicate", "whole"), ("fsdp", "whole"), ("fsdp", "halved")])
 def test_two_ranks_equal_one(
-    tmp_path: Path, target: Any, make_drafter: Callable[[], Drafter], source: LocalShards, sharding: str
+    tmp_path: Path, target: Any, make_drafter: Callable[[], Drafter], source: LocalShards, sharding: str, packs: str
 ) -> None:
     config = TrainConfig(
         pack_tokens=30, num_anchors=6, num_epochs=1, accumulation=2, optimizer=OptimizerConfig(learning_rate=3e-3)
     )
-    Run(config, target, make_drafter(), source, tmp_path / "one").train()
+    alone = Run(config, target, make_drafter(), source, tmp_path / "one")
+    alone.engine.halved = packs == "halved"
+    alone.train()
     script = Path(__file__).with_name("two_ranks.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [str(script), str(tmp_path / "two"), sharding, *map(str, source.paths)]
+    arguments = [str(script), str(tmp_path / "two"), sharding, packs, *map(str, source.paths)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     done = subprocess.run(
         [*torchrun, *arguments], capture_output=True, text=True, timeout=300, env=environment, check=False

@@ -1,4 +1,7 @@
-"""Started by torchrun: trains the tiny drafter on this rank's share. Arguments: run folder, sharding, shard files."""
+"""Started by torchrun: trains the tiny drafter on this rank's share.
+
+Arguments: run folder, sharding, `halved` or `whole`, shard files.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from dflash.train.sharding import shard
 from dflash.train.world import join
 
 
-def main(run_dir: Path, sharding: str, shards: list[Path]) -> None:
+def main(run_dir: Path, sharding: str, packs: str, shards: list[Path]) -> None:
     spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("conftest.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -36,8 +39,10 @@ def main(run_dir: Path, sharding: str, shards: list[Path]) -> None:
             sharding=sharding,
             optimizer=OptimizerConfig(learning_rate=3e-3),
         )
-        Run(config, tiny.TinyTarget(), drafter, LocalShards.scan(shards), run_dir).train()
+        run = Run(config, tiny.TinyTarget(), drafter, LocalShards.scan(shards), run_dir)
+        run.engine.halved = packs == "halved"  # as a checkpoint says after an out-of-memory error
+        run.train()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], [Path(name) for name in sys.argv[3:]])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], [Path(name) for name in sys.argv[4:]])
