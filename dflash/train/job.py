@@ -36,7 +36,7 @@ from dflash.train.curves import METRICS, PICTURE, plot_metrics
 from dflash.train.environment import fingerprint
 from dflash.train.launch import run_dir_of
 from dflash.train.loop import CHECKPOINTS, Hooks, Run, TrainResult
-from dflash.train.memory import TargetShape
+from dflash.train.memory import ALLOCATOR_BYTES, TargetShape
 from dflash.train.preflight import Prepared, prepare
 from dflash.train.resume import DataIdentity, check_resumable
 from dflash.train.run import TrainRun
@@ -188,16 +188,26 @@ def _guard(run_dir: Path, ready: Prepared, identity: DataIdentity) -> None:
 
 
 def _check_device(run: TrainRun, ready: Prepared, device: torch.device, world_size: int) -> torch.dtype:
-    """Check the memory of the device; return what the target is loaded as."""
+    """Check the memory of the device, before anything is on it; return what the target is loaded as."""
     on_gpu = device.type == "cuda"
     names: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     dtype = names.get(run.dtype, torch.bfloat16 if on_gpu else torch.float32)
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
     shape = target_shape(ready.text_config, dtype, trust_remote_code=run.trust_remote_code)
-    environment = {} if on_gpu else {"environment_bytes": 500_000_000}
-    plan = check_memory(ready.config, ready.network, shape, total, world_size=world_size, **environment)
+    config, environment_bytes = ready.config, _environment_bytes(device)
+    if config.precision == "auto" and not on_gpu:
+        config = config.model_copy(update={"precision": "float32"})
+    plan = check_memory(config, ready.network, shape, total, world_size=world_size, environment_bytes=environment_bytes)
     log.info("memory: %.1f GB of %.1f GB planned on %s", plan.total_bytes / 1e9, total / 1e9, device)
     return dtype
+
+
+def _environment_bytes(device: torch.device) -> int:
+    """What isn't this run's tensors: on CUDA the context and other processes, measured, and what is still to come."""
+    if device.type != "cuda":
+        return 500_000_000
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free + ALLOCATOR_BYTES
 
 
 def _finish(run: TrainRun, places: Places, result: TrainResult, identity: DataIdentity) -> dict[str, Any]:
@@ -250,8 +260,9 @@ def _only_one(run_dir: Path, wait_s: float) -> Iterator[None]:
                         "output."
                     ) from None
                 time.sleep(0.2)
-        for leftover in run_dir.glob(f"{CHECKPOINTS}/.building-*"):
-            shutil.rmtree(leftover)
+        for kind in (".building-*", ".fetching-*"):  # of writes and downloads that were cut
+            for leftover in run_dir.glob(f"{CHECKPOINTS}/{kind}"):
+                shutil.rmtree(leftover)
         yield
     finally:
         os.close(descriptor)

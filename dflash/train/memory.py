@@ -21,11 +21,11 @@ from dflash.train.config import TrainConfig
 
 # fp32 weights, fp32 gradients, two fp32 moments of AdamW.
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8
-# AdamW on CUDA handles all weights at once and keeps one fp32 temporary of each.
-UPDATE_BYTES = 4
 
-# CUDA context, cuBLAS workspaces and what the caching allocator can't use; a measurement replaces it.
-DEFAULT_ENVIRONMENT_BYTES = 2_000_000_000
+# cuBLAS workspaces and what the caching allocator can't use: they come with the first steps.
+ALLOCATOR_BYTES = 1_500_000_000
+# With the CUDA context, which a run measures before it loads anything (`dflash.train.job`).
+DEFAULT_ENVIRONMENT_BYTES = 500_000_000 + ALLOCATOR_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def plan_memory(
     peaks = {
         "target pass": {**kept, **features, "target forward": _target_forward_bytes(config, target)},
         "backward pass": {**kept, **features, **_backward_parts(config, network)},
-        "update": {**gradients, "update": parameters * UPDATE_BYTES},
+        "update": gradients,  # fused: no temporaries
     }
     peak = max(peaks, key=lambda name: sum(peaks[name].values()))
     return MemoryPlan(always | peaks[peak], peak)

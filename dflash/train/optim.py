@@ -19,6 +19,9 @@ from dflash.train.config import OptimizerConfig
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """Build AdamW over the trainable weights; only matrices decay.
 
+    On CUDA one kernel updates the weights in place: the default there keeps an fp32 temporary of each weight, 6.9 GB
+    for the 1.73 B drafter.
+
     Raises:
         TrainingError: a weight isn't fp32. bf16 weights drop updates below 1/256 of their value and end in NaN.
     """
@@ -30,7 +33,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
         {"params": [weight for _, weight in named if weight.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [weight for _, weight in named if weight.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
+    fused = True if all(weight.device.type == "cuda" for _, weight in named) else None
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
 
 
 def learning_rate(progress: float, config: OptimizerConfig) -> float:

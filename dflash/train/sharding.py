@@ -50,6 +50,8 @@ def full_state(drafter: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Ma
 def load_full_state(
     drafter: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], state: dict[str, Any]
 ) -> None:
-    """Take over what `full_state` gave, at any number of ranks."""
+    """Take over what `full_state` gave, at any number of ranks; how updates are computed is decided here, not there."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    fused = optimizer.param_groups[0]["fused"]
+    state = {**state, "param_groups": [{**group, "fused": fused} for group in state["param_groups"]]}
     set_state_dict(drafter, optimizer, model_state_dict=dict(weights), optim_state_dict=state, options=options)

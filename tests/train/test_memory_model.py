@@ -49,7 +49,7 @@ def counted_peak(config: TrainConfig, drafter_config: DrafterConfig) -> int:
     with TensorPeak() as counter:
         drafter = Drafter(drafter_config, "flex", recompute=config.recompute)
         tables = [torch.zeros(VOCAB, HIDDEN, dtype=dtype) for _ in range(2)]
-        optimizer = torch.optim.AdamW(drafter.parameters(), foreach=True)
+        optimizer = torch.optim.AdamW(drafter.parameters(), fused=True)
         for weight in drafter.parameters():
             weight.grad = torch.zeros_like(weight)
         optimizer.step()
