@@ -67,12 +67,19 @@ class CheckpointFolder:
         """Write a checkpoint, start its upload and remove the oldest ones.
 
         Raises:
-            TrainingError: an earlier upload failed.
+            TrainingError: an earlier upload failed; the checkpoint is written all the same, so no step is lost.
         """
-        self._collect(wait=False)
         final = self.folder / f"step-{snapshot.step:08d}"
-        if final.exists():
-            return final
+        is_new = not final.exists()
+        if is_new:
+            self._write(snapshot, final)
+        self._collect(wait=False)
+        if is_new:
+            self._start_upload(final)
+            self._prune()
+        return final
+
+    def _write(self, snapshot: Snapshot, final: Path) -> None:
         building = self.folder / f".building-{snapshot.step:08d}"
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
@@ -86,9 +93,6 @@ class CheckpointFolder:
             _flush(building / name)
         building.rename(final)
         _flush(self.folder)
-        self._start_upload(final)
-        self._prune()
-        return final
 
     def paths(self) -> list[Path]:
         """Return the finished checkpoints, oldest first."""

@@ -11,6 +11,7 @@ from dflash.data.batches import LocalShards
 from dflash.errors import TrainingError
 from dflash.model.drafter import Drafter
 from dflash.train.config import TrainConfig
+from dflash.train.curves import read_metrics
 from dflash.train.loop import Hooks, Run
 
 MakeRun = Callable[[Hooks], Run]
@@ -62,4 +63,5 @@ def test_an_upload_that_fails_ends_the_run_and_keeps_the_local_checkpoint(make_r
 
     with pytest.raises(TrainingError, match=r"upload of checkpoint .*no route to the store.*resume from it"):
         make_run(Hooks(upload=upload)).train()
-    assert list((tmp_path / "checkpoints").glob("step-*/checkpoint.json"))
+    newest = max((tmp_path / "checkpoints").glob("step-*/checkpoint.json"))
+    assert newest.parent.name == f"step-{read_metrics(tmp_path)[-1]['step']:08d}"
