@@ -90,7 +90,9 @@ class TrainConfig(RunModel):
     num_epochs: int | None = Field(default=6, ge=1, description="Passes over the data.")
     max_steps: int | None = Field(default=None, ge=1, description="Optimiser steps at most.")
     max_seconds: float | None = Field(
-        default=None, gt=0, description="Wall clock at most, resumed time included; the schedule then depends on speed."
+        default=None,
+        gt=0,
+        description="Wall clock of the steps at most, resumed ones included; the schedule then depends on speed.",
     )
     loss_vocab_size: int | None = Field(
         default=None,

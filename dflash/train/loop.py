@@ -37,7 +37,7 @@ from dflash.train.world import World
 
 CHECKPOINTS = "checkpoints"
 
-# Rows that a warm start measures averages on.
+# Tokens that a warm start measures averages on, at the least.
 WARM_START_TOKENS = 1000
 
 
@@ -68,7 +68,7 @@ class TrainResult:
         checkpoint: the newest one, which holds the result.
         loss: of the last step.
         skipped_rows: rows left out because something wasn't finite.
-        seconds: wall clock of all parts of the run.
+        seconds: wall clock of its steps, resumed ones included; saving and waiting for data are left out.
         halved: packs are split since an out-of-memory error.
     """
 

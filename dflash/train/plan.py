@@ -78,7 +78,7 @@ class RunPlan:
         suggestions: what to change, where it doesn't fit.
         together: changes that fit when all are made; empty where one alone does, or nothing helps.
         storage: offline against online.
-        num_tokens: of all epochs.
+        num_tokens: of the whole run.
         num_steps: optimiser steps, about.
         seconds: about; None without a throughput.
         max_seconds: where the run ends by the clock, whatever the data.
@@ -131,20 +131,13 @@ def plan_run(run: PlanRun, amount: Amount, device_bytes: int | None) -> RunPlan:
     if device_bytes is not None and memory.total_bytes > device_bytes:
         suggestions = suggest(run.train, plan, device_bytes, ranks)
         if ranks == 1:
-            sharded = run.train.model_copy(update={"sharding": "fsdp"})
-            needed = plan_memory(sharded, network, shape, world_size=MORE_RANKS).total_bytes
-            more = Suggestion(
-                "num_processes and sharding",
-                f"1 {run.train.sharding}",
-                f"{MORE_RANKS} fsdp",
-                memory.total_bytes - needed,
-                needed <= device_bytes,
+            sharded = plan_memory(
+                run.train.model_copy(update={"sharding": "fsdp"}), network, shape, world_size=MORE_RANKS
             )
-            suggestions.append(more)
+            suggestions.append(_more_ranks(run.train, memory, sharded, device_bytes))
         if not any(one.fits for one in suggestions):
             together = suggest_together(run.train, plan, device_bytes, ranks)
-    epochs = run.train.num_epochs or 1
-    num_tokens = amount.num_tokens * epochs
+    num_tokens, num_steps = _extent(run, amount)
     return RunPlan(
         num_parameters=trainable_parameters(network),
         training_bytes=optimizer_bytes(network),
@@ -155,7 +148,7 @@ def plan_run(run: PlanRun, amount: Amount, device_bytes: int | None) -> RunPlan:
         together=together,
         storage=plan_storage(run.train, network, shape, amount.num_samples, amount.tokens_per_sample),
         num_tokens=num_tokens,
-        num_steps=_num_steps(run, amount, epochs),
+        num_steps=num_steps,
         seconds=None if amount.tokens_per_s is None else num_tokens / amount.tokens_per_s,
         max_seconds=run.train.max_seconds,
     )
@@ -184,7 +177,7 @@ def plan_table(plan: RunPlan, amount: Amount) -> list[tuple[str, str]]:
     ]
     if plan.max_seconds is not None:
         return [*rows, ("ends", f"after {plan.max_seconds:,.0f} s by the clock at the latest")]
-    rows += [("tokens, all epochs", f"{plan.num_tokens:,}"), ("optimiser steps, about", f"{plan.num_steps:,}")]
+    rows += [("tokens of the run", f"{plan.num_tokens:,}"), ("optimiser steps, about", f"{plan.num_steps:,}")]
     if plan.seconds is not None:
         rows.append(("time, about", f"{plan.seconds / 3600:.1f} h at {amount.tokens_per_s:,.0f} tokens/s"))
     return rows
@@ -232,7 +225,7 @@ def _target(run: PlanRun) -> tuple[Any, TargetShape]:
             f"Counting the parameters of {run.target} needs torch: {error}. Give [target_shape] in the file, or "
             "install the extra: pip install 'dflash-pipeline[train]'."
         ) from error
-    return text_config, target_shape(text_config, torch.bfloat16)
+    return text_config, target_shape(text_config, torch.bfloat16, trust_remote_code=run.trust_remote_code)
 
 
 def _frozen_bytes(network: DrafterConfig, target: TargetShape) -> int:
@@ -240,11 +233,25 @@ def _frozen_bytes(network: DrafterConfig, target: TargetShape) -> int:
     return tensors * network.vocab_size * network.hidden_size * target.bytes_per_value
 
 
-def _num_steps(run: PlanRun, amount: Amount, epochs: int) -> int:
-    """Steps by packs; `max_steps` bounds them."""
+def _more_ranks(config: TrainConfig, memory: MemoryPlan, sharded: MemoryPlan, device_bytes: int) -> Suggestion:
+    """The other topology: one drafter spread over the devices of a machine."""
+    return Suggestion(
+        "num_processes and sharding",
+        f"1 {config.sharding}",
+        f"{MORE_RANKS} fsdp",
+        memory.total_bytes - sharded.total_bytes,
+        sharded.total_bytes <= device_bytes,
+    )
+
+
+def _extent(run: PlanRun, amount: Amount) -> tuple[int, int]:
+    """Tokens and optimiser steps of the whole run; `max_steps` bounds both."""
     per_step = run.train.pack_tokens * PACK_FILL * run.train.accumulation * run.num_processes
-    steps = math.ceil(amount.num_tokens * epochs / per_step)
-    return steps if run.train.max_steps is None else min(steps, run.train.max_steps)
+    num_tokens = amount.num_tokens * (run.train.num_epochs or 1)
+    num_steps = math.ceil(num_tokens / per_step)
+    if run.train.max_steps is not None and run.train.max_steps < num_steps:
+        return round(run.train.max_steps * per_step), run.train.max_steps
+    return num_tokens, num_steps
 
 
 def _size(num_bytes: float) -> str:

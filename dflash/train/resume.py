@@ -87,7 +87,7 @@ def check_resumable(
     Raises:
         TrainingError: the environment changed and `accept_env_change` is off.
         UsageError: settings differ that decide what is computed.
-        IncompatibleError: the data or the target differs.
+        IncompatibleError: the data differs.
     """
     changes = differences(record["environment"], dict(here))
     if changes and not config.accept_env_change:
