@@ -7,7 +7,6 @@ open batch holds back those behind it.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -15,6 +14,7 @@ from typing import Any, Final, Literal
 from dflash.config import RefreshRun
 from dflash.data.dataset import DatasetRoot
 from dflash.data.plan import SUFFIXES
+from dflash.errors import DflashError, IntegrityError, UsageError
 from dflash.manifest import Batch
 from dflash.storage import ObjectInfo, Store, join_uri, parse_uri
 
@@ -65,21 +65,22 @@ def find_batches(completions: Store, root: DatasetRoot, run: RefreshRun, now_s: 
         now_s: seconds since the epoch by the store's clock.
 
     Returns:
-        The batches by name.
+        The batches by name. One whose objects can't be listed, because they are being written, is `open`.
 
     Raises:
-        IntegrityError: the store gave no two equal listings, because of a fast writer; look again later.
+        IntegrityError: the store gave no two equal listings of the folders themselves; look again later.
     """
-    folders: dict[str, list[ObjectInfo]] = defaultdict(list)
-    for item in completions.list(""):
-        name, separator, key = item.key.partition("/")
-        if separator:
-            folders[name].append(ObjectInfo(key, item.size, item.etag, item.modified_s))
-    merged = merged_batches(root)
-    return [
-        _classify(name, objects, merged.get(parse_uri(join_uri(completions.uri, name)).uri), run, now_s)
-        for name, objects in sorted(folders.items())
-    ]
+    merged, found = merged_batches(root), []
+    for name in completions.list_folders():
+        before = merged.get(parse_uri(join_uri(completions.uri, name)).uri)
+        try:
+            objects = _objects_of(completions, name)
+        except (IntegrityError, UsageError) as error:
+            found.append(_unlisted(name, before, run, error))
+            continue
+        if objects:  # else only a marker of the folder, or it was removed just now
+            found.append(_classify(name, objects, before, run, now_s))
+    return found
 
 
 def mergeable(batches: Iterable[FoundBatch]) -> list[FoundBatch]:
@@ -98,6 +99,17 @@ def merged_batches(root: DatasetRoot) -> dict[str, Batch]:
     pointer = root.pointer()
     names = {} if pointer is None else dict.fromkeys(move.manifest for move in pointer.record.history)
     return {parse_uri(batch.source).uri: batch for name in names for batch in root.manifest(name).batches}
+
+
+def _objects_of(completions: Store, name: str) -> list[ObjectInfo]:
+    items = ((item, item.key.removeprefix(f"{name}/")) for item in completions.list(name))
+    return [ObjectInfo(key, item.size, item.etag, item.modified_s) for item, key in items]
+
+
+def _unlisted(name: str, merged: Batch | None, run: RefreshRun, error: DflashError) -> FoundBatch:
+    """A batch that nobody can judge now: it isn't merged, and doesn't keep others before it from being merged."""
+    state: BatchState = "changed" if merged is not None else "skipped" if name in run.skip else "open"
+    return FoundBatch(name, state, 0, 0, f"it can't be listed: {error}")
 
 
 def _classify(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,11 +41,21 @@ class S3Control:
         Raises:
             IntegrityError: no two passes agreed.
         """
+        return self._agreed(prefix, lambda page_keys: self._list_once(prefix, page_keys))
+
+    def list_folders(self) -> list[str]:
+        """List the names of the folders right below the store's prefix, as `list_objects` does.
+
+        Raises:
+            IntegrityError: no two passes agreed.
+        """
+        return self._agreed("", self._list_folders_once)
+
+    def _agreed(self, prefix: str, list_once: Callable[[int], list[T]]) -> list[T]:
         page_keys = self._limits.list_page_keys
 
-        def list_twice() -> list[ObjectInfo]:
-            first = self._list_once(prefix, page_keys)
-            second = self._list_once(prefix, page_keys - 1)
+        def list_twice() -> list[T]:
+            first, second = list_once(page_keys), list_once(page_keys - 1)
             if first != second:
                 raise IntegrityError(
                     f"{self._uri(prefix)}: two listings differ ({len(first)} and {len(second)} keys); either pages are "
@@ -111,19 +121,29 @@ class S3Control:
 
     def _list_once(self, prefix: str, page_keys: int) -> list[ObjectInfo]:
         infos: list[ObjectInfo] = []
-        arguments = {"Bucket": self._location.bucket, "Prefix": self._folder(prefix), "MaxKeys": page_keys}
-        while True:
-            page = self._client().list_objects_v2(**arguments)
-            contents = page.get("Contents", [])
-            if "IsTruncated" not in page or page.get("KeyCount", len(contents)) != len(contents):
-                raise IntegrityError(f"{self._uri(prefix)}: a page of the listing arrived incomplete")
-            for entry in contents:
+        for page in self._pages(prefix, page_keys):
+            for entry in page.get("Contents", []):
                 if not entry["Key"].endswith("/"):  # a folder marker that consoles make
                     key = check_key(self._relative(entry["Key"]))
                     etag, modified = unquote_etag(entry["ETag"]), entry["LastModified"].timestamp()
                     infos.append(ObjectInfo(key, entry["Size"], etag, modified))
+        return sorted(infos, key=lambda info: info.key)
+
+    def _list_folders_once(self, page_keys: int) -> list[str]:
+        pages = self._pages("", page_keys, Delimiter="/")
+        found = (self._relative(entry["Prefix"]) for page in pages for entry in page.get("CommonPrefixes", []))
+        return sorted({name.removesuffix("/") for name in found})
+
+    def _pages(self, prefix: str, page_keys: int, **options: str) -> Iterator[dict[str, Any]]:
+        arguments = {"Bucket": self._location.bucket, "Prefix": self._folder(prefix), "MaxKeys": page_keys, **options}
+        while True:
+            page = self._client().list_objects_v2(**arguments)
+            num_found = len(page.get("Contents", [])) + len(page.get("CommonPrefixes", []))
+            if "IsTruncated" not in page or page.get("KeyCount", num_found) != num_found:
+                raise IntegrityError(f"{self._uri(prefix)}: a page of the listing arrived incomplete")
+            yield page
             if not page["IsTruncated"]:
-                return sorted(infos, key=lambda info: info.key)
+                return
             if not page.get("NextContinuationToken"):
                 raise IntegrityError(
                     f"{self._uri(prefix)}: a page of the listing names no next page, yet isn't the last"

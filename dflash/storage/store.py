@@ -108,7 +108,14 @@ class Store(ABC):
         """List all objects under a folder prefix, sorted by key; `a/b` lists `a/b/...` and never `a/bc`.
 
         A missing prefix or root gives an empty list.
+
+        Raises:
+            IntegrityError: no two listings of a server agreed, because of lost pages or a busy writer below the prefix.
         """
+
+    def list_folders(self) -> tuple[str, ...]:
+        """List the names of the folders right below the root, sorted; what is written inside them doesn't matter."""
+        return tuple(sorted({info.key.partition("/")[0] for info in self.list() if "/" in info.key}))
 
     @abstractmethod
     def head(self, key: str) -> ObjectInfo:

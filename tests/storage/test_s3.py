@@ -101,6 +101,14 @@ def test_folder_markers_are_no_objects(s3_store: S3Store, boto3_client: Any) -> 
     assert [info.key for info in s3_store.list()] == ["folder/file"]
 
 
+def test_folders_are_listed_over_many_pages(s3_store: S3Store) -> None:
+    store = S3Store(s3_store.location, s3_store.credentials, TransferLimits(list_page_keys=4))
+    keys = [f"batch-{number}/{name}" for number in range(9) for name in ("a/b", "c")] + ["loose", "zebra"]
+    for key in keys:
+        store.put_if_absent(key, b"x")
+    assert store.list_folders() == tuple(f"batch-{number}" for number in range(9))
+
+
 def test_wrong_keys_are_refused_with_what_to_do(s3_server: SeaweedServer, tmp_path: Path) -> None:
     wrong_secret = s3_server.credentials.model_copy(update={"secret_access_key": SecretStr("wrong")})
     wrong_key = s3_server.credentials.model_copy(update={"access_key_id": "wrong"})

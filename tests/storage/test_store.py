@@ -36,12 +36,14 @@ def sha256_of(data: bytes) -> str:
 
 def test_what_is_put_is_listed_and_read(store: Store, tmp_path: Path) -> None:
     assert store.list() == []
+    assert store.list_folders() == ()
     assert store.put_if_absent("a/one", b"1")
     assert store.put_if_absent("ab/two", b"22")
     assert store.put_if_absent("empty", b"")
     assert [(info.key, info.size) for info in store.list()] == [("a/one", 1), ("ab/two", 2), ("empty", 0)]
     assert [info.key for info in store.list("a")] == [info.key for info in store.list("a/")] == ["a/one"]
     assert store.list("nothing/here") == []
+    assert store.list_folders() == ("a", "ab")
     assert store.read("ab/two") == b"22"
     assert store.read("empty") == b""
     transfer = store.download("ab/two", tmp_path / "deep" / "file", expect=store.list("ab")[0])

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from dflash.config import MergeRun, RefreshRun, TokenizeRun
 from dflash.data.discovery import BatchState, FoundBatch, find_batches, mergeable
+from dflash.errors import IntegrityError
 from dflash.manifest import InputFile
-from dflash.storage import LocalStore, open_store
+from dflash.storage import LocalStore, ObjectInfo, open_store
+from tests.storage.faults import FaultPlan, FaultStore
 
 NOW = 1_000_000.0
 Write = Callable[..., None]
@@ -107,6 +109,25 @@ def test_a_batch_is_left_out_on_request(completions: LocalStore, write: Write, s
     write("b/part-0.jsonl", age_s=9_000)
     found = find_batches(completions, sandbox.root, make_run(completions, skip=("a",)), NOW)
     assert [batch.name for batch in mergeable(found)] == ["b"]
+
+
+def test_a_busy_batch_is_open_and_keeps_none_before_it_waiting(
+    completions: LocalStore, write: Write, sandbox: Any
+) -> None:
+    class BusyStore(FaultStore):
+        def list(self, prefix: str = "") -> list[ObjectInfo]:
+            if prefix == "b":
+                raise IntegrityError("two listings differ")
+            return self.inner.list(prefix)
+
+    for name in ("a", "b", "c"):
+        write(f"{name}/part-0.jsonl", age_s=9_000)
+    found = find_batches(BusyStore(completions, FaultPlan()), sandbox.root, make_run(completions), NOW)
+    assert states(found) == {"a": "ready", "b": "open", "c": "ready"}
+    assert [batch.name for batch in mergeable(found)] == ["a"]
+    assert found[1].why == "it can't be listed: two listings differ"
+    skipped = find_batches(BusyStore(completions, FaultPlan()), sandbox.root, make_run(completions, skip=("b",)), NOW)
+    assert [batch.name for batch in mergeable(skipped)] == ["a", "c"]
 
 
 def test_an_empty_or_missing_folder_holds_no_batch(completions: LocalStore, sandbox: Any) -> None:
