@@ -38,6 +38,9 @@ def read_current_version(config: RefreshRun) -> str | None:
 def start_training(deployment: str, version: str) -> str:
     """Start a deployment once for a version of the dataset, without waiting for it; return the flow run's id.
 
+    It gets its own parameters and none from here, since any deployment may be named: which version it trains on is what
+    those say, by default the one that is current when it starts (this one, or a later one that has its own start).
+
     Raises:
         UsageError: there is no such deployment.
     """
