@@ -24,6 +24,7 @@ from dflash.model.export import ExportOptions, TargetParts, export_drafter, load
 from dflash.model.features import Target
 from dflash.model.speculators_layout import Verifier
 from dflash.storage import S3Credentials, Store, open_store
+from dflash.train.checkpoint import WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def export_run(run: ExportRun, credentials: S3Credentials | None, cache: Path) -
 
     Raises:
         GateError: nobody evaluated these weights, and that wasn't waived.
-        ModelError: the drafter can't be served alone, the output exists, or what was written reads back differently.
+        ModelError: the output holds an export or anything else, or what was written reads back differently.
         UsageError: there is no checkpoint, or a target is needed and none is named.
     """
     subject = open_subject(run.checkpoint, credentials, cache)
@@ -71,8 +72,7 @@ def export_run(run: ExportRun, credentials: S3Credentials | None, cache: Path) -
         _require_waiver(run, subject, evaluation)
         evaluation = None
     output = open_store(run.output, credentials)
-    if taken := output.list():
-        raise ModelError(f"{run.output} holds {len(taken)} objects already: choose a new place or empty it.")
+    leftovers = _leftovers(output)
     job = _Export(run, subject, evaluation, credentials)
     local = output.local_path("config.json")
     if local is not None:
@@ -81,6 +81,7 @@ def export_run(run: ExportRun, credentials: S3Credentials | None, cache: Path) -
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="export-", dir=cache) as folder:
             files = job.write(Path(folder) / "drafter")
+            output.delete(leftovers)
             _upload(Path(folder) / "drafter", output)
     assert subject.step is not None
     tau = None if evaluation is None else evaluation.tau
@@ -171,6 +172,19 @@ def _require_waiver(run: ExportRun, subject: Subject, evaluation: EvaluationReco
         f"{subject.store.uri} {found}, so nobody knows whether it drafts anything. Run `dflash evaluate --checkpoint "
         f"{subject.store.uri}` first, or say --without-evaluation."
     )
+
+
+def _leftovers(output: Store) -> list[str]:
+    """What an export to S3 that was cut has left: files of one, without the `config.json` that goes last.
+
+    Raises:
+        ModelError: the output holds an export, or something that no export wrote.
+    """
+    keys = [info.key for info in output.list()]
+    is_local = output.local_path(EXPORT_CONFIG) is not None  # a folder appears whole, so nothing in it is left over
+    if keys and (is_local or not set(keys) <= {CARD, WEIGHTS}):
+        raise ModelError(f"{output.uri} holds {len(keys)} objects already: choose a new place or empty it.")
+    return keys
 
 
 def _upload(folder: Path, output: Store) -> None:

@@ -83,6 +83,12 @@ def test_the_speculators_layout_goes_to_s3_with_its_configuration_last(
     small_run.save(1)
     uri = f"{s3_store.uri}/export"
     run = export_of(small_run, uri, format="speculators", without_evaluation=True)
+    # What an upload of other weights leaves when it is cut.
+    s3_store.put_if_absent("export/model.safetensors", b"of another run")
+    s3_store.put_if_absent("export/notes.txt", b"of a person")
+    with pytest.raises(ModelError, match="holds 2 objects already"):
+        export_run(run, s3_store.credentials, tmp_path / "cache")
+    s3_store.delete(["export/notes.txt"])
     result = export_run(run, s3_store.credentials, tmp_path / "cache")
     stored = {info.key: info for info in s3_store.list("export")}
     assert sorted(stored) == ["export/README.md", "export/config.json", "export/model.safetensors"]
@@ -95,4 +101,6 @@ def test_the_speculators_layout_goes_to_s3_with_its_configuration_last(
         decode=DecodeConfig(max_new_tokens=4),
     )  # fmt: skip
     assert evaluate_run(evaluated, s3_store.credentials, tmp_path / "cache").record.report.tau >= 1
+    with pytest.raises(ModelError, match="holds 4 objects already"):
+        export_run(run, s3_store.credentials, tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("export-*"))
