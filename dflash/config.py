@@ -217,8 +217,8 @@ class RefreshRun(RunModel):
     train: str | None = Field(
         default=None,
         pattern=r"^[^/]+/[^/]+$",
-        description="Deployment to start on each new version, such as train-drafter/train-drafter. It runs with its own "
-        "parameters: name this dataset there and no version, so that it takes the one that is current at its start.",
+        description="Deployment to start on each new version, such as train-drafter/train-drafter. It runs with its "
+        "own parameters: name this dataset there and no version, so that it takes the one that is current at its start.",
     )
 
     def merge_of(self, name: str) -> MergeRun:
