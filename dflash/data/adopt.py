@@ -9,7 +9,6 @@ garbage collection.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,10 +19,12 @@ import pyarrow as pa
 
 from dflash.config import GateThresholds, TokenizeOptions
 from dflash.data.adopt_rows import ColumnPlan, RowLimits, plan_columns, read_schema, write_rows
-from dflash.data.dataset import INFO_KEY, POINTER_KEY, DatasetRoot, Pointer, dataset_info
+from dflash.data.dataset import INFO_KEY, POINTER_KEY, DatasetRoot, Pointer
 from dflash.data.plan import CODE_VERSION
 from dflash.data.quality import assess
 from dflash.data.quality_report import Baseline
+from dflash.data.saved_folder import list_data_files, read_state
+from dflash.data.saved_format import NO_FEATURES, dataset_info
 from dflash.data.shards import SCHEMA_VERSION, ShardWriter, WrittenShard, read_index
 from dflash.errors import DatasetError, ObjectNotFoundError
 from dflash.manifest import (
@@ -34,12 +35,10 @@ from dflash.manifest import (
     PointerRecord,
     ShardEntry,
     TokenizerRecord,
-    canonical_json,
     fingerprint_of,
 )
 from dflash.storage import ObjectInfo, Store
 
-DICT_KEY = "dataset_dict.json"
 Progress = Callable[[int, int], None]
 
 
@@ -101,7 +100,7 @@ def adopt_dataset(job: Adoption, work: Path, progress: Progress | None = None) -
     expected = _read_target(job)
     if isinstance(expected, Manifest):
         return _adopted_before(job, expected)
-    files = _list_files(job.source)
+    files = list_data_files(job.source)
     columns = plan_columns(read_schema(_fetch(job, files[0], work)), f"{job.source.uri}/{files[0].key}")
     adopted = []
     for number, info in enumerate(files):
@@ -121,7 +120,7 @@ def _read_target(job: Adoption) -> Manifest | Pointer | None:
         info = job.root.store.head(POINTER_KEY)
     except ObjectNotFoundError:
         return None
-    state = _read_state(job.root.store)
+    state = read_state(job.root.store)
     if "dflash" in state:
         return job.root.manifest(None)
     if not job.in_place:
@@ -145,44 +144,6 @@ def _adopted_before(job: Adoption, current: Manifest) -> Manifest:
         f"{job.root.uri} already holds {current.name} ({current.counts.num_rows} rows), which was not made from "
         f"{job.source.uri}. Adopt into a root that is empty."
     )
-
-
-def _read_state(store: Store) -> dict[str, Any]:
-    where = f"{store.uri}/{POINTER_KEY}"
-    try:
-        state = json.loads(store.read(POINTER_KEY))
-    except ValueError as error:
-        raise DatasetError(f"{where} is not JSON: {error}. Expected what save_to_disk writes.") from error
-    if not isinstance(state, dict):
-        raise DatasetError(f"{where} holds no JSON object. Expected what save_to_disk writes.")
-    return state
-
-
-def _list_files(source: Store) -> list[ObjectInfo]:
-    """The data files in the order of the saved dataset, as they are listed.
-
-    Raises:
-        DatasetError: no saved dataset; several of them; or a file that it names is missing.
-    """
-    stored = {item.key: item for item in source.list("")}
-    if POINTER_KEY not in stored:
-        what = "several datasets in one (a DatasetDict): name the folder of one split" if DICT_KEY in stored else ""
-        what = what or f"no {POINTER_KEY} among its {len(stored)} objects"
-        raise DatasetError(f"{source.uri} is not a folder made by save_to_disk: {what}.")
-    state = _read_state(source)
-    names = state.get("_data_files")
-    if not isinstance(names, list) or not names:
-        raise DatasetError(f"{source.uri}/{POINTER_KEY} names no data files. Expected what save_to_disk writes.")
-    keys = [item.get("filename") if isinstance(item, dict) else None for item in names]
-    missing = [str(key) for key in keys if key not in stored]
-    if missing or len(set(keys)) != len(keys):
-        raise DatasetError(
-            f"{source.uri}/{POINTER_KEY} names {len(keys)} data files, of which {len(missing)} are missing"
-            f"{', first ' + ascii(missing[0]) if missing else ' and some named twice'}. Restore the folder first."
-        )
-    if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise DatasetError(f"{source.uri} is a view with row numbers. Call flatten_indices() and save it again.")
-    return [stored[str(key)] for key in keys]
 
 
 def _adopt_file(job: Adoption, number: int, info: ObjectInfo, columns: ColumnPlan, work: Path) -> _Adopted:
@@ -289,7 +250,7 @@ def _describe(job: Adoption, *, final: bool) -> None:
     if not job.in_place:
         return
     store = job.root.store
-    wanted = dataset_info() if final else canonical_json({"features": None})
+    wanted = dataset_info() if final else NO_FEATURES
     try:
         info = store.head(INFO_KEY)
         found = store.read(INFO_KEY, expect=info)

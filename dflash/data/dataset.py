@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-from dflash.data.shards import SHARD_SCHEMA
+from dflash.data.saved_format import NO_FEATURES, dataset_info, datasets_state
 from dflash.errors import (
     DatasetError,
     IntegrityError,
@@ -31,7 +31,6 @@ from dflash.storage import ObjectInfo, S3Credentials, Store, open_store
 
 POINTER_KEY = "state.json"
 INFO_KEY = "dataset_info.json"
-NO_FEATURES = b'{"features":null}'  # `datasets` then takes them from the files
 REQUESTS_AT_ONCE = 16
 READ_ATTEMPTS = 5
 Action = Literal["publish", "rollback", "restore", "adopt"]
@@ -301,30 +300,3 @@ def _file_sha256(path: Path) -> str:
 def _in_parallel(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     with ThreadPoolExecutor(REQUESTS_AT_ONCE) as threads:
         return list(threads.map(function, items))
-
-
-def datasets_state(manifest: Manifest) -> dict[str, Any]:
-    """What `datasets.load_from_disk` wants to find in `state.json`: exactly these keys."""
-    return {
-        "_data_files": [{"filename": entry.key} for entry in manifest.shards],
-        "_fingerprint": manifest.digest[:16],
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": "train",
-    }
-
-
-def dataset_info() -> bytes:
-    """`dataset_info.json` with the features; the type name `Sequence` is read by old and new `datasets`."""
-    features: dict[str, Any] = {}
-    for field in SHARD_SCHEMA:
-        if str(field.type).startswith("list"):
-            features[field.name] = {
-                "feature": {"dtype": str(field.type.value_type), "_type": "Value"},
-                "_type": "Sequence",
-            }
-        else:
-            features[field.name] = {"dtype": str(field.type), "_type": "Value"}
-    return canonical_json({"citation": "", "description": "", "features": features, "homepage": "", "license": ""})

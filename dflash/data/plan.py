@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from dflash.config import TokenizeOptions, TokenizeRun
 from dflash.data.shards import ROWS_PER_BATCH, SCHEMA_VERSION
@@ -40,6 +41,21 @@ class ShardPlan:
     def num_bytes(self) -> int:
         """Input bytes, as stored."""
         return sum(item.info.size for item in self.files)
+
+
+def require_apart(source: str, dataset: str) -> None:
+    """Refuse a dataset in its source, which would be read as completions, and a source in a dataset, which is garbage.
+
+    Raises:
+        UsageError: one of the two URIs lies inside the other.
+    """
+    source = _absolute(source)
+    for place in (_absolute(dataset + suffix) for suffix in ("", ".meta", ".backups", ".backups.meta")):
+        if (place + "/").startswith(source + "/") or (source + "/").startswith(place + "/"):
+            raise UsageError(
+                f"The dataset {place} and the source {source} lie inside one another: the reject files of the one "
+                "would be read as completions by the other. Name a dataset root outside."
+            )
 
 
 def list_completions(source: Store) -> list[PlannedFile]:
@@ -93,3 +109,8 @@ def shard_fingerprint(
             "code_version": CODE_VERSION,
         }
     )
+
+
+def _absolute(uri: str) -> str:
+    """One spelling of a place: local paths resolved, S3 URIs without a slash at the end."""
+    return uri.rstrip("/") if "://" in uri else str(Path(uri).resolve())

@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from dflash.data.copying import Progress, copy_version, mark_of, put_current, silent
-from dflash.data.dataset import INFO_KEY, POINTER_KEY, DatasetRoot, dataset_info, datasets_state
+from dflash.data.dataset import INFO_KEY, POINTER_KEY, DatasetRoot
+from dflash.data.saved_format import dataset_info, datasets_state
 from dflash.errors import (
     DatasetError,
     IntegrityError,

@@ -17,8 +17,9 @@ import pyarrow as pa
 
 from dflash.data.dataset import DatasetRoot
 from dflash.data.plan import ShardPlan
+from dflash.data.shard_job import INDEX_FILE, REJECTS_FILE, SHARD_FILE, remove_spooled
 from dflash.data.shards import read_index
-from dflash.errors import DatasetError, IntegrityError, ObjectNotFoundError, PreconditionError
+from dflash.errors import DatasetError, IntegrityError, ObjectNotFoundError, PreconditionError, StorageError
 from dflash.manifest import InputFile, ShardEntry, ShardReceipt
 from dflash.storage import Store
 
@@ -77,6 +78,41 @@ def is_of(receipt: ShardReceipt, plan: ShardPlan) -> bool:
 def _identity(item: InputFile, plan: ShardPlan) -> str:
     by_etag = plan.files[0].identity.startswith("etag:")
     return f"etag:{item.etag}" if by_etag else f"sha256:{item.sha256}"
+
+
+def put_in_place(root: DatasetRoot, receipt: ShardReceipt, spool: Path) -> None:
+    """Put a spooled shard with its index and rejects in place, the receipt last; then clear its spool.
+
+    Args:
+        root: the dataset.
+        receipt: of the shard.
+        spool: folder of finished shards; another run may put this one in place and remove it there.
+
+    Raises:
+        IntegrityError: the spooled files are not what the receipt says, or the store holds another shard for it.
+        StorageError: they are gone, and the store doesn't hold the shard either.
+    """
+    entry, folder = receipt.shard, spool / receipt.shard.fingerprint
+    if _is_in_place(root, receipt):
+        remove_spooled(folder)
+        return
+    if not folder.is_dir():
+        if _is_in_place(root, receipt):  # by another run on this machine, just now
+            return
+        raise StorageError(f"{folder} is gone before its upload to {root.uri}. Run again: it is made anew.")
+    if entry.num_rows:
+        put_content(root.store, entry.key, folder / SHARD_FILE, entry.sha256)
+    put_content(root.meta, entry.index_key, folder / INDEX_FILE, entry.index_sha256)
+    if receipt.rejects_sha256 is not None:
+        key = f"rejects/{receipt.rejects_sha256}.jsonl"
+        put_content(root.meta, key, folder / REJECTS_FILE, receipt.rejects_sha256)
+    put_receipt(root, receipt)
+    remove_spooled(folder)
+
+
+def _is_in_place(root: DatasetRoot, receipt: ShardReceipt) -> bool:
+    stored = whole_receipts(root, [receipt.shard.fingerprint]).get(receipt.shard.fingerprint)
+    return stored is not None and same_but_encoder(stored, receipt)
 
 
 def put_content(store: Store, key: str, path: Path, sha256: str) -> None:

@@ -21,33 +21,18 @@ from typing import Literal, Self
 from dflash.config import TokenizeRun
 from dflash.data.dataset import DatasetRoot
 from dflash.data.merge_plan import holds_batch
-from dflash.data.plan import CODE_VERSION, PlannedFile, ShardPlan, list_completions, plan_shards
+from dflash.data.plan import CODE_VERSION, PlannedFile, ShardPlan, list_completions, plan_shards, require_apart
 from dflash.data.pool import TokenizePool
 from dflash.data.quality import assess, baseline_of, enforce
 from dflash.data.quality_report import Baseline, QualityReport
 from dflash.data.report import render_html
 from dflash.data.shard_files import ShardFiles, Spool
-from dflash.data.shard_job import (
-    INDEX_FILE,
-    REJECTS_FILE,
-    SHARD_FILE,
-    LocalInput,
-    ShardJob,
-    read_spooled,
-    remove_spooled,
-)
+from dflash.data.shard_job import REJECTS_FILE, LocalInput, ShardJob, read_spooled
 from dflash.data.shards import SCHEMA_VERSION
-from dflash.data.stored_shards import (
-    ShardIndexes,
-    is_of,
-    put_content,
-    put_receipt,
-    same_but_encoder,
-    whole_receipts,
-)
+from dflash.data.stored_shards import ShardIndexes, is_of, put_in_place, whole_receipts
 from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
 from dflash.data.workspace import Workspace, make_download_folder, shards_with_rows
-from dflash.errors import DatasetError, PublishConflictError, StorageError, UsageError
+from dflash.errors import DatasetError, PublishConflictError
 from dflash.manifest import (
     Counts,
     Manifest,
@@ -97,7 +82,7 @@ class TokenizeSession:
             UsageError: the source holds no completions.
             ConditionalWriteError: the store of the root can't swap a pointer safely.
         """
-        self._require_apart()
+        require_apart(self.source.uri, self.root.uri)
         self.root.store.probe_conditional_writes()
         plans = plan_shards(
             list_completions(self.source),
@@ -108,17 +93,6 @@ class TokenizeSession:
         if sum(plan.num_bytes for plan in plans) < MIN_BYTES_FOR_FAST_ENCODER * self.pool.num_workers:
             self._encoder = "huggingface"
         return plans
-
-    def _require_apart(self) -> None:
-        """A dataset in its source would be read as completions; a source in a dataset would be collected as garbage."""
-        source = _absolute(self.source.uri)
-        places = [_absolute(self.root.uri + suffix) for suffix in ("", ".meta", ".backups", ".backups.meta")]
-        for place in places:
-            if (place + "/").startswith(source + "/") or (source + "/").startswith(place + "/"):
-                raise UsageError(
-                    f"The dataset {place} and the source {source} lie inside one another: the reject files of the one "
-                    "would be read as completions by the other. Name a dataset root outside."
-                )
 
     def require_free_root(self, plans: Iterable[ShardPlan]) -> None:
         """Refuse, before any work, a root that holds something else than this batch.
@@ -231,29 +205,7 @@ class TokenizeSession:
             IntegrityError: the spooled files are not what the receipt says, or the store holds another shard for it.
         """
         with self._upload_slots:
-            self._put_in_place(receipt)
-
-    def _put_in_place(self, receipt: ShardReceipt) -> None:
-        entry, spool = receipt.shard, self.spool / receipt.shard.fingerprint
-        if self._is_in_place(receipt):
-            remove_spooled(spool)
-            return
-        if not spool.is_dir():
-            if self._is_in_place(receipt):  # by another run on this machine, just now
-                return
-            raise StorageError(f"{spool} is gone before its upload to {self.root.uri}. Run again: it is made anew.")
-        if entry.num_rows:
-            put_content(self.root.store, entry.key, spool / SHARD_FILE, entry.sha256)
-        put_content(self.root.meta, entry.index_key, spool / INDEX_FILE, entry.index_sha256)
-        if receipt.rejects_sha256 is not None:
-            key = f"rejects/{receipt.rejects_sha256}.jsonl"
-            put_content(self.root.meta, key, spool / REJECTS_FILE, receipt.rejects_sha256)
-        put_receipt(self.root, receipt)
-        remove_spooled(spool)
-
-    def _is_in_place(self, receipt: ShardReceipt) -> bool:
-        stored = whole_receipts(self.root, [receipt.shard.fingerprint]).get(receipt.shard.fingerprint)
-        return stored is not None and same_but_encoder(stored, receipt)
+            put_in_place(self.root, receipt, self.spool)
 
     def bytes_uploaded(self) -> int:
         """Bytes this session has sent to the dataset so far."""
@@ -318,11 +270,6 @@ class TokenizeSession:
             template_fingerprint=self.tokenizer.template_fingerprint,
             vocab_size=self.tokenizer.vocab_size,
         )
-
-
-def _absolute(uri: str) -> str:
-    """One spelling of a place: local paths resolved, S3 URIs without a slash at the end."""
-    return uri.rstrip("/") if "://" in uri else str(Path(uri).resolve())
 
 
 def tokenize_dataset(run: TokenizeRun, credentials: S3Credentials | None, workspace: Workspace) -> Manifest:

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from dflash.data.dataset import INFO_KEY, POINTER_KEY, DatasetRoot, Pointer, dataset_info, datasets_state
+from dflash.data.dataset import INFO_KEY, POINTER_KEY, DatasetRoot, Pointer
+from dflash.data.saved_format import dataset_info, datasets_state
 from dflash.data.verify_shard import Problem, verify_shard
 from dflash.errors import DatasetError, ObjectNotFoundError, StorageError
 from dflash.manifest import Manifest, ShardEntry

@@ -14,8 +14,9 @@ from datasets import load_from_disk
 
 from dflash.data.backup import backup_version, open_mirror, rollback
 from dflash.data.collect import CollectRules, collect_garbage, plan_collection, put_back
-from dflash.data.dataset import DatasetRoot, datasets_state
+from dflash.data.dataset import DatasetRoot
 from dflash.data.merge import MergedShards, merge_manifest
+from dflash.data.saved_format import datasets_state
 from dflash.data.verify import verify_dataset
 from dflash.errors import DamagedDatasetError, DatasetError, PublishConflictError, UsageError
 from dflash.manifest import InputFile, Manifest, PointerMove, PointerRecord, ShardReceipt, canonical_json, sha256_hex

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from dflash.config import GateThresholds, TokenizeOptions, TokenizeRun
+from dflash.data import tokenize_run
 from dflash.data.pool import TokenizePool
 from dflash.data.shard_job import LocalInput, ShardJob, read_spooled, run_shard_job
 from dflash.data.tokenize_run import UPLOADS_AT_ONCE, TokenizeSession
@@ -141,7 +142,7 @@ def test_few_uploads_run_at_a_time(
         together.wait(60)
         running.pop()
 
-    monkeypatch.setattr(TokenizeSession, "_put_in_place", wait_for_the_others)
+    monkeypatch.setattr(tokenize_run, "put_in_place", wait_for_the_others)
     run = TokenizeRun(source=str(tmp_path), dataset=str(tmp_path / "ds"), tokenizer=str(smollm2_tokenizer_dir))
     with (
         TokenizeSession(run, None, Workspace(tmp_path / "work", tmp_path / "cache")) as session,

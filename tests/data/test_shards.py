@@ -11,8 +11,8 @@ from datasets import Dataset, load_from_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash.data.dataset import dataset_info
 from dflash.data.rows import RowFlag, TokenizedRows, join_rows
+from dflash.data.saved_format import dataset_info
 from dflash.data.shards import (
     INDEX_SCHEMA,
     SHARD_SCHEMA,
