@@ -218,7 +218,7 @@ class RefreshRun(RunModel):
         default=None,
         pattern=r"^[^/]+/[^/]+$",
         description="Deployment to start on each new version, such as train-drafter/train-drafter. It runs with its "
-        "own parameters: name this dataset there and no version, so that it takes the one that is current at its start.",
+        "own parameters: name this dataset there and no version, and it takes the one that is current at its start.",
     )
 
     def merge_of(self, name: str) -> MergeRun:
