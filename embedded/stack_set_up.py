@@ -81,7 +81,8 @@ def compute_digest(folder: StackFolder, deployments: Path) -> str:
     """Digest of what decides pools, blocks and deployments: their files, the flows' signatures, the store's address."""
     files = [deployments, *sorted((deployments.parent / "pools").glob("*.json")), folder.s3 / "server.json"]
     files += sorted((_REPOSITORY / "flows").glob("*.py"))
-    models = ("config.py", "runs.py", "train/config.py", "train/run.py", "eval/config.py")
+    models = ["config.py", "runs.py", "eval/config.py", "generate/config.py"]
+    models += [f"train/{name}.py" for name in ("config", "loss_options", "run", "target_shape")]
     files += [*(_REPOSITORY / "dflash" / name for name in models), _REPOSITORY / "embedded" / "prefect_set_up.py"]
     digest = hashlib.sha256()
     for file in files:
@@ -108,10 +109,14 @@ def read_entrypoints(deployments: Path) -> dict[str, str]:
     """Entrypoints by deployment name.
 
     Raises:
-        UsageError: the file is missing or is not a Prefect deployments file.
+        UsageError: the file is missing, is not a Prefect deployments file, or names a deployment twice.
     """
     try:
         content = yaml.safe_load(deployments.read_text())
-        return {str(item["name"]): str(item["entrypoint"]) for item in content["deployments"]}
+        found = [(str(item["name"]), str(item["entrypoint"])) for item in content["deployments"]]
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise UsageError(f"{deployments}: expected a Prefect deployments file, found {error!r}") from error
+    names = [name for name, _ in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(f"{deployments} names {', '.join(twice)} more than once: Prefect keeps the last. Remove one.")
+    return dict(found)
