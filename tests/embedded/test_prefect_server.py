@@ -94,7 +94,7 @@ def test_temporary_server_ends_with_a_killed_command_and_the_next_removes_its_fo
     killed = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=env, check=False)
     assert killed.returncode == -signal.SIGKILL
     (folder,) = tmp_path.glob(f"{prefect_server._FOLDER_PREFIX}*")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while find_marked(str(folder)):
         assert time.monotonic() < deadline, "the server lives on"
         time.sleep(0.05)
@@ -234,7 +234,7 @@ def test_server_that_stays_busy_is_an_error(fake_api: LocalPrefectApi) -> None:
     started = time.monotonic()
     with pytest.raises(ServiceError, match="status 503: b'busy'"):
         fake_api.get("/other")
-    assert 0.3 <= time.monotonic() - started < 5
+    assert 0.3 <= time.monotonic() - started < 60
 
 
 def test_nobody_listening_is_an_error() -> None:

@@ -48,7 +48,7 @@ def start(command: list[str], folder: Path, *, attached: bool = False) -> Proces
 
 
 def wait_until_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if identify_process(pid) is None:
             return True
