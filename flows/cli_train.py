@@ -52,12 +52,12 @@ def _train_here(run: TrainRun, show: OnStep) -> dict[str, Any]:
         raise UsageError(
             f"Training needs torch: {error}. Install the extra: pip install 'dflash-pipeline[train]'."
         ) from error
-    from dflash.train.job import Places, Watch, pick_device, train_run
+    from dflash.train.job import Places, Watch, pick_device, train_run, use_device
 
+    device = pick_device(run.device, 0)
+    use_device(run, device)
     with stop_on_signal(signal.SIGTERM, signal.SIGINT) as asked:
-        return train_run(
-            run, Places(home() / "work", store_credentials()), Watch(asked, show), pick_device(run.device, 0)
-        )
+        return train_run(run, Places(home() / "work", store_credentials()), Watch(asked, show), device)
 
 
 def _train_in_ranks(run: TrainRun, show: OnStep) -> dict[str, Any]:

@@ -142,6 +142,14 @@ def pick_device(choice: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def use_device(run: TrainRun, device: torch.device) -> None:
+    """Set this process up for a rank: its device, or where the target runs in the background half of its cores."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif run.train.replay.in_background:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
+
+
 def target_shape(text_config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> TargetShape:
     """Count a target's parameters by its architecture, without memory for them."""
     from transformers import AutoModelForCausalLM

@@ -13,12 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from dflash.errors import DflashError
 from dflash.storage import S3Credentials
-from dflash.train.job import Places, Watch, pick_device, train_run
+from dflash.train.job import Places, Watch, pick_device, train_run, use_device
 from dflash.train.launch import TrainJob, write_result
 from dflash.train.leash import should_stop
 from dflash.train.stopping import stop_on_signal
@@ -44,10 +43,7 @@ def main(path: Path) -> int:
 def _train(job: TrainJob, watch: Watch) -> dict[str, Any]:
     places = Places(job.work, S3Credentials(endpoint_url=job.endpoint_url, region=job.region))
     device = pick_device(job.run.device, int(os.environ.get("LOCAL_RANK", "0")))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    elif job.run.train.replay.in_background:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
+    use_device(job.run, device)
     if not dist.is_torchelastic_launched():
         return train_run(job.run, places, watch, device)
     with join("nccl" if device.type == "cuda" else "gloo"):
