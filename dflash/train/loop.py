@@ -306,3 +306,4 @@ class Run:
             if sum(one.num_tokens for one in packs) >= WARM_START_TOKENS:
                 break
         warm_start(drafter, target, packs, torch.from_numpy(counts_V))
+        self._world.spread(drafter.parameters())  # replicas must be equal, and each rank's device rounds on its own

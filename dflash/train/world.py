@@ -55,6 +55,12 @@ class World:
         for handle in handles:
             handle.wait()
 
+    def spread(self, weights: Iterable[nn.Parameter]) -> None:
+        """Give all ranks the weights of rank 0, in place."""
+        if self.size > 1:
+            for weight in weights:
+                dist.broadcast(weight.data, src=0)
+
     def first_value(self, value: float) -> float:
         """Return rank 0's value on all ranks, such as its clock."""
         if self.size == 1:

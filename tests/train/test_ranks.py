@@ -27,12 +27,19 @@ def newest(run_dir: Path) -> Snapshot:
     return load(path)
 
 
-@pytest.mark.parametrize(("sharding", "packs"), [("replicate", "whole"), ("fsdp", "whole"), ("fsdp", "halved")])
+@pytest.mark.parametrize(
+    ("sharding", "packs"), [("replicate", "whole"), ("replicate", "warm"), ("fsdp", "whole"), ("fsdp", "halved")]
+)
 def test_two_ranks_equal_one(
     tmp_path: Path, target: Any, make_drafter: Callable[[], Drafter], source: LocalShards, sharding: str, packs: str
 ) -> None:
     config = TrainConfig(
-        pack_tokens=30, num_anchors=6, num_epochs=1, accumulation=2, optimizer=OptimizerConfig(learning_rate=3e-3)
+        pack_tokens=30,
+        num_anchors=6,
+        num_epochs=1,
+        accumulation=2,
+        optimizer=OptimizerConfig(learning_rate=3e-3),
+        warm_start=packs == "warm",
     )
     alone = Run(config, target, make_drafter(), source, tmp_path / "one")
     alone.engine.halved = packs == "halved"

@@ -1,6 +1,6 @@
 """Started by torchrun: trains the tiny drafter on this rank's share.
 
-Arguments: run folder, sharding, `halved` or `whole`, shard files.
+Arguments: run folder, sharding, `halved`, `warm` or `whole`, shard files.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ def main(run_dir: Path, sharding: str, packs: str, shards: list[Path]) -> None:
         drafter.initialize(torch.Generator().manual_seed(1))
         if sharding == "fsdp":
             shard(drafter)
+        elif packs == "warm" and not world.is_first:
+            drafter.initialize(torch.Generator().manual_seed(2))  # as another device would round, only more
         config = TrainConfig(
             pack_tokens=30,  # seven packs: the second rank ends without one
             num_anchors=6,
             num_epochs=1,
             accumulation=2 // world.size,
             sharding=sharding,
+            warm_start=packs == "warm",
             optimizer=OptimizerConfig(learning_rate=3e-3),
         )
         run = Run(config, tiny.TinyTarget(), drafter, LocalShards.scan(shards), run_dir)
