@@ -101,6 +101,19 @@ def enforce(config: DrafterRun, result: dict[str, Any]) -> None:
         )
 
 
+def previous_drafter(named: str | None, released: dict[str, Any], weights_sha256: str) -> str | None:
+    """Where the drafter lies that a new one is held against; None where that is the new one itself, or none.
+
+    Args:
+        named: by the run.
+        released: content of `released.json`; its export is taken, since a training that goes on removes checkpoints.
+        weights_sha256: of the new one.
+    """
+    if named is not None or released.get("weights_sha256") == weights_sha256:
+        return named
+    return released.get("export") or released.get("checkpoint")
+
+
 def render(result: dict[str, Any]) -> str:
     """The outcome as Markdown."""
     previous = result["previous"]
@@ -123,8 +136,8 @@ def _previous_tau(
     config: DrafterRun, released: dict[str, Any] | None, manifest: str, evaluated: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Measure the previous drafter on the same prompts; None where there is none, or where it is this very one."""
-    place = config.previous or (released or {}).get("checkpoint")
-    if place is None or (released or {}).get("weights_sha256") == evaluated["weights_sha256"]:
+    place = previous_drafter(config.previous, released or {}, evaluated["weights_sha256"])
+    if place is None:
         return None
     measured = _child(EVALUATE, config.evaluation(place, manifest, compare=False), "evaluate-previous")
     return {"checkpoint": place, "tau": measured["tau"]}

@@ -6,7 +6,7 @@ import pytest
 
 from dflash.errors import GateError
 from dflash.runs import DrafterRun
-from flows.train_drafter import enforce, render
+from flows.train_drafter import enforce, previous_drafter, render
 
 
 def config(**fields: Any) -> DrafterRun:
@@ -55,6 +55,15 @@ def test_a_drafter_that_falls_behind_is_refused(
 ) -> None:
     with pytest.raises(GateError, match=message):
         enforce(config(**fields), result(tau, previous))
+
+
+def test_a_drafter_is_held_against_the_one_that_servers_have() -> None:
+    released = {"weights_sha256": "a", "checkpoint": "s3://c", "export": "s3://e"}
+    assert previous_drafter(None, released, "b") == "s3://e"
+    assert previous_drafter(None, released | {"export": None}, "b") == "s3://c"
+    assert previous_drafter(None, released, "a") is None
+    assert previous_drafter(None, {}, "a") is None
+    assert previous_drafter("s3://named", released, "a") == "s3://named"
 
 
 def test_each_version_has_its_own_run_folder_and_each_drafter_its_own_export() -> None:
