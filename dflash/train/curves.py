@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +30,23 @@ class MetricsTail:
     """Reads what a running trainer has written since the last look.
 
     Args:
-        run_dir: of the run; the file may not be there yet, and a resumed run may cut it.
+        run_dir: of the run; the file may not be there yet, and a resumed run puts another in its place.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / METRICS
-        self._offset = 0
+        self._offset = self._inode = 0
 
     def newest(self) -> dict[str, Any] | None:
         """Return the last whole line since the last call; None where there is none."""
         try:
-            size = self._path.stat().st_size
+            file = self._path.open("rb")
         except FileNotFoundError:
             return None
-        if size < self._offset:
-            self._offset = 0
-        with self._path.open("rb") as file:
+        with file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:
+                self._offset, self._inode = 0, inode
             file.seek(self._offset)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]

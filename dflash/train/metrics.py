@@ -24,7 +24,9 @@ class MetricsWriter:
         self._path = run_dir / METRICS
         run_dir.mkdir(parents=True, exist_ok=True)
         kept = metrics_until(run_dir, step)
-        self._path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        part = self._path.with_suffix(".part")
+        part.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        part.replace(self._path)  # in one step: a kill loses no history, and who reads along sees another file
         self._file = self._path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
 

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from dflash.train.curves import METRICS, MetricsTail, read_metrics
+from dflash.train.metrics import MetricsWriter
+
+
+def write(run_dir: Path, first: int, last: int, loss: float) -> None:
+    writer = MetricsWriter(run_dir, first - 1)
+    for step in range(first, last + 1):
+        writer.write({"step": step, "loss": loss})
+    writer.close()
+
+
+def test_a_resumed_run_replaces_the_steps_behind_its_checkpoint_and_who_reads_along_sees_it(tmp_path: Path) -> None:
+    tail = MetricsTail(tmp_path)
+    assert tail.newest() is None
+    write(tmp_path, 1, 5, 0.5)
+    assert tail.newest() == {"step": 5, "loss": 0.5}
+    assert tail.newest() is None
+    write(tmp_path, 4, 9, 0.123456789)  # longer than what was read, with other line ends
+    assert tail.newest() == {"step": 9, "loss": 0.123456789}
+    assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 10))
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"step": 10, "lo')
+    assert tail.newest() is None
+    assert not (tmp_path / "metrics.part").exists()
