@@ -89,7 +89,7 @@ def evaluate(
 
 
 def refuse_training_prompts(prompts: Iterable[Prompt], source: ShardSource) -> None:
-    """Check that no prompt was trained on, neither its id nor its tokens.
+    """Check that no prompt was trained on, neither its id nor its tokens, before whichever response of a row.
 
     Args:
         prompts: held-out prompts.
@@ -101,12 +101,14 @@ def refuse_training_prompts(prompts: Iterable[Prompt], source: ShardSource) -> N
     wanted = list(prompts)
     ids = {prompt.id for prompt in wanted}
     digests = {_digest(np.array(prompt.ids, dtype=np.int32)): prompt.id for prompt in wanted}
+    lengths = {len(prompt.ids) for prompt in wanted}
     found: set[str] = set()
     for pack in BatchOrder(seed=0, pack_tokens=1 << 30, num_epochs=1).packs(source):
         for row in pack.rows:
-            start = int(row.loss_mask.argmax()) if row.loss_mask.any() else len(row.loss_mask)
+            starts = np.flatnonzero(np.diff(row.loss_mask.astype(np.int8), prepend=0) == 1).tolist()
+            before = (_digest(row.input_ids[:start]) for start in starts if start in lengths)
             found |= {row.sample_id} & ids
-            found |= {digests[key] for key in (_digest(row.input_ids[:start]),) if key in digests}
+            found |= {digests[key] for key in before if key in digests}
     if found:
         raise UsageError(
             f"{len(found)} of {len(wanted)} evaluation prompts are in the training data (for example "

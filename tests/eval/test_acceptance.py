@@ -76,8 +76,8 @@ def test_no_prompts_are_refused(speculator: Speculator) -> None:
 def test_prompts_that_were_trained_on_are_refused(tmp_path: Path) -> None:
     table = pa.table(
         {
-            "input_ids": pa.array([[3, 4, 50, 51], [6, 6, 6]], pa.list_(pa.int32())),
-            "loss_mask": [[False, False, True, True], [False, True, True]],
+            "input_ids": pa.array([[3, 4, 50, 51, 8, 52], [6, 6, 6]], pa.list_(pa.int32())),
+            "loss_mask": [[False, False, True, True, False, True], [False, True, True]],
             "sample_id": ["x", "b"],
             "source": ["", ""],
         }
@@ -89,5 +89,7 @@ def test_prompts_that_were_trained_on_are_refused(tmp_path: Path) -> None:
     refuse_training_prompts([Prompt("new", "", (3, 4, 5)), Prompt("other", "", (3,))], source)
     with pytest.raises(UsageError, match=r"1 of 2 .*same-tokens"):
         refuse_training_prompts([Prompt("same-tokens", "", (3, 4)), Prompt("other", "", (3,))], source)
+    with pytest.raises(UsageError, match=r"1 of 1 .*second-turn"):
+        refuse_training_prompts([Prompt("second-turn", "", (3, 4, 50, 51, 8))], source)
     with pytest.raises(UsageError, match=r"1 of 1 .*'b'"):
         refuse_training_prompts([Prompt("b", "", (9, 9))], source)
