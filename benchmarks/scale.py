@@ -68,7 +68,7 @@ class PeakMemory:
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
         self._stop = threading.Event()
-        self.flow_mb = self.worker_mb = self.server_mb = 0.0
+        self.flow_mb = self.worker_mb = self.prefect_mb = self.store_mb = 0.0
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()
 
@@ -83,8 +83,10 @@ class PeakMemory:
             with contextlib.suppress(psutil.Error):
                 workers = self._process.children(recursive=True)
                 servers = set(psutil.Process().children(recursive=True)) - {self._process, *workers}
+                stores = {process for process in servers if "weed" in process.name()}
                 self.worker_mb = max(self.worker_mb, *map(_resident_mb, workers), 0.0)
-                self.server_mb = max(self.server_mb, *map(_resident_mb, servers), 0.0)
+                self.store_mb = max(self.store_mb, *map(_resident_mb, stores), 0.0)
+                self.prefect_mb = max(self.prefect_mb, *map(_resident_mb, servers - stores), 0.0)
 
 
 def _resident_mb(process: psutil.Process) -> float:
@@ -132,7 +134,8 @@ def run_size(num_files: int, records: int, tokenizer: Path, folder: Path, server
         "wall s": round(time.perf_counter() - start, 1),
         "flow peak MB": round(memory.flow_mb),
         "worker peak MB": round(memory.worker_mb),
-        "server peak MB": round(memory.server_mb),
+        "Prefect server peak MB": round(memory.prefect_mb),
+        "object store peak MB": round(memory.store_mb),
     }
 
 
