@@ -23,6 +23,7 @@ from dflash.generate.requests import Dialect, Request
 
 MAX_REPLY_BYTES: Final = 256 << 20
 _SHOWN = 300  # characters of a server's message
+_MODELS_NAMED = 10
 _OVERLOADED = {429: "too_many_requests", 503: "overloaded", 529: "overloaded"}
 _FATAL = {401: "unauthorised", 403: "forbidden", 404: "not_found"}
 _MAX_RETRY_AFTER_S = 300.0
@@ -109,14 +110,23 @@ async def find_model(session: aiohttp.ClientSession, endpoints: tuple[str, ...])
         try:
             async with asyncio.timeout(10), session.get(f"{endpoint}/models", allow_redirects=False) as response:
                 data = await _read(response) or b""
-                names = [str(item["id"]) for item in json.loads(data)["data"]]
-        except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, TimeoutError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
             found.append(f"  {endpoint}/models: {type(error).__name__}: {_brief(error)}")
+            continue
+        try:
+            names = [str(item["id"]) for item in parse_json(data)["data"]]
+        except (RecordError, LookupError, TypeError):
+            text = data[:_SHOWN].decode(errors="replace")
+            found.append(f"  {endpoint}/models: no list of models, but status {response.status}: {text}")
             continue
         if len(names) == 1:
             return names[0]
-        found.append(f"  {endpoint} serves {', '.join(names) or 'no model'}")
-    raise ServiceError(f"Expected an endpoint that serves one model, found:\n{chr(10).join(found)}\nGive `model`.")
+        more = f" and {len(names) - _MODELS_NAMED} more" if len(names) > _MODELS_NAMED else ""
+        found.append(f"  {endpoint} serves {', '.join(names[:_MODELS_NAMED]) or 'no model'}{more}")
+    listed = "\n".join(found)
+    raise ServiceError(
+        f"Expected an endpoint that serves one model, found:\n{listed}\nCheck endpoint and API key, or give `model`."
+    )
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes | None:

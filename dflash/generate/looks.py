@@ -9,7 +9,9 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypedDict
+
+import msgspec
 
 from dflash.data.completions import FINISH_REASONS
 from dflash.data.scripts import dominant_script
@@ -24,6 +26,20 @@ _REFUSAL: Final = re.compile(
 REFUSAL_CHARACTERS: Final = 200
 MAX_SAMPLES: Final = 5
 MAX_EXAMPLES: Final = 10
+
+
+class Look(TypedDict):
+    """The line of a part's index for a record; what another program wrote is held to it."""
+
+    id: Annotated[str, msgspec.Meta(min_length=1)]
+    request: str
+    source: str | None
+    finish: str
+    output_tokens: int | None
+    prompt_tokens: int | None
+    ratio: Annotated[float, msgspec.Meta(ge=0, le=1e300)]
+    script: str
+    marks: list[str]
 
 
 def look_at(record: Mapping[str, Any]) -> dict[str, Any]:

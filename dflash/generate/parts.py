@@ -34,7 +34,7 @@ from dflash.errors import (
     StorageError,
     UsageError,
 )
-from dflash.generate.looks import BatchCounts, look_at
+from dflash.generate.looks import BatchCounts, Look, look_at
 from dflash.generate.prompts import digest_of
 from dflash.generate.spool import read_lines
 from dflash.manifest import sha256_hex
@@ -67,7 +67,7 @@ class _PartIndex:
     """A part and what is counted of each of its records."""
 
     part: Part
-    looks: tuple[Mapping[str, Any], ...]
+    looks: tuple[Look, ...]
 
     def to_bytes(self) -> bytes:
         """The index object."""
@@ -130,7 +130,7 @@ class BatchLog:
                 self._know(self._read(self._taken(key)))
                 continue
             part = Part(key, len(data), sha256_hex(data), len(lines))
-            index = _PartIndex(part, tuple(look_at(record) for _, record in lines))
+            index = _PartIndex(part, msgspec.convert([look_at(record) for _, record in lines], tuple[Look, ...]))
             self._put_index(index)
             self._know(index)
             return len(lines)
@@ -192,25 +192,26 @@ class BatchLog:
         """A part by its index, or by itself where the index is missing or isn't this part's."""
         try:
             index = parse_json(self.store.read(_index_key(info.key), max_bytes=PART_BYTES))
-            if (index["format_version"], index["part"], index["size"]) == (FORMAT_VERSION, info.key, info.size):
-                looks = tuple(index["records"])
+            looks = msgspec.convert(index["records"], tuple[Look, ...])
+            expected = (FORMAT_VERSION, info.key, info.size, len(looks))
+            if tuple(index[name] for name in ("format_version", "part", "size", "num_records")) == expected:
                 return _PartIndex(Part(info.key, info.size, str(index["sha256"]), len(looks)), looks)
         except ObjectNotFoundError:
             whole = self._read_whole(info)
             self._put_index(whole)
             return whole
-        except (RecordError, LookupError, TypeError):
+        except (RecordError, LookupError, TypeError, msgspec.ValidationError):
             pass
         return self._read_whole(info)
 
     def _read_whole(self, info: ObjectInfo) -> _PartIndex:
         data = self.store.read(info.key, expect=info)
-        looks = []
+        looks: list[Look] = []
         for number, line in enumerate(data.split(b"\n"), 1):
             if line:
                 try:
-                    looks.append(look_at(parse_json(line)))
-                except (RecordError, LookupError, TypeError, AttributeError) as error:
+                    looks.append(msgspec.convert(look_at(parse_json(line)), Look))
+                except (RecordError, LookupError, TypeError, AttributeError, msgspec.ValidationError) as error:
                     raise DamagedDatasetError(
                         f"{self.store.uri}/{info.key}, line {number}, is no record that this command wrote: {error}. "
                         "Generate into a folder of its own."

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import dflash.generate.client as client_module
+from dflash.errors import ServiceError
 from dflash.generate.answers import Failure
 from dflash.generate.client import Client, find_model, open_session
 from dflash.generate.config import GenerateRun
@@ -104,8 +105,6 @@ def test_retry_after(header: str | None, seconds: float) -> None:
 
 
 def test_the_model_is_asked_for() -> None:
-    from dflash.errors import ServiceError
-
     async def find(url: str) -> str:
         async with open_session(None, 1) as session:
             return await find_model(session, (unused_url(), url))
@@ -115,4 +114,25 @@ def test_the_model_is_asked_for() -> None:
     with serving(Raw(data=http(200, b'{"data": [{"id": "a"}, {"id": "b"}]}'))) as stub:
         url = stub.url
         with pytest.raises(ServiceError, match="serves a, b"):
+            asyncio.run(find(url))
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (http(401, b'{"error": "no key"}'), 'status 401: {"error": "no key"}'),
+        (http(200, b"<html>log in</html>"), "status 200: <html>log in</html>"),
+        (http(200, b"[" * 100_000), "status 200: \\[\\["),
+        (http(200, b'{"data": [{"id": "\\ud800"}]}'), "status 200"),
+        (http(200, b'{"data": 5}'), "status 200"),
+    ],
+)
+def test_what_is_no_list_of_models_is_shown(data: bytes, found: str) -> None:
+    async def find(url: str) -> str:
+        async with open_session(None, 1) as session:
+            return await find_model(session, (url,))
+
+    with serving(Raw(data=data)) as stub:
+        url = stub.url
+        with pytest.raises(ServiceError, match=found):
             asyncio.run(find(url))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash.errors import DamagedDatasetError
 from dflash.generate.looks import MAX_SAMPLES, BatchCounts, compression_ratio, look_at
 from dflash.generate.parts import BatchLog
 from dflash.generate.report import assess_batch, render_markdown, save_report
@@ -107,3 +109,28 @@ def test_counts_are_the_same_without_the_indexes(tmp_path: Path, make_run: MakeR
     third = BatchLog(open_store(str(tmp_path / "batch")))
     third.load()
     assert third.counts == first.counts
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"id": 5}, {"request": None}, {"output_tokens": "many"}, {"ratio": None}, {"script": []}, {"marks": 3}],
+)
+def test_an_index_of_other_types_is_not_believed(tmp_path: Path, make_run: MakeRun, changes: dict[str, Any]) -> None:
+    with serving(Stub()) as stub:
+        generate(make_run(stub, 3), tmp_path / "work")
+    store = open_store(str(tmp_path / "batch"), None)
+    (expected := BatchLog(store)).load()
+    path = tmp_path / "batch" / "_parts" / "part-00000.json"
+    index = json.loads(path.read_text("utf-8"))
+    for records in ([index["records"][0] | changes, *index["records"][1:]], index["records"][1:], [7], {"a": 1}):
+        path.write_text(json.dumps(index | {"records": records}), "utf-8")
+        (found := BatchLog(store)).load()
+        assert (found.counts, found.done, found.parts) == (expected.counts, expected.done, expected.parts)
+
+
+@pytest.mark.parametrize("changes", [{"id": 5}, {"request_hash": 5}, {"output_tokens": "many"}, {"source": [1]}])
+def test_a_record_of_another_program_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+    record = {"id": "a", "messages": [{"role": "assistant", "content": "b"}]} | changes
+    (tmp_path / "part-00000.jsonl").write_text(json.dumps(record) + "\n", "utf-8")
+    with pytest.raises(DamagedDatasetError, match=r"part-00000\.jsonl, line 1, is no record"):
+        BatchLog(open_store(str(tmp_path), None)).load()
