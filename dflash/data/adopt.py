@@ -8,7 +8,6 @@ garbage collection.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -38,6 +37,7 @@ from dflash.manifest import (
     fingerprint_of,
 )
 from dflash.storage import ObjectInfo, Store
+from dflash.storage.files import file_sha256
 
 Progress = Callable[[int, int], None]
 
@@ -153,7 +153,7 @@ def _adopt_file(job: Adoption, number: int, info: ObjectInfo, columns: ColumnPla
     shard, index = folder / f"{number:05d}.arrow", folder / f"{number:05d}.index.arrow"
     with ShardWriter(shard, index) as writer:
         written = write_rows(path, info.key, columns, job.limits, writer)
-    digest = job.source.verify(info.key, expect=info).sha256 if path.parent != folder else _file_sha256(path)
+    digest = job.source.verify(info.key, expect=info).sha256 if path.parent != folder else file_sha256(path)
     entry = _entry(job, info, written, digest if columns.identical else None)
     if columns.identical:
         job.source.copy(info.key, job.root.store, entry.key, size=info.size, sha256=digest)
@@ -259,8 +259,3 @@ def _describe(job: Adoption, *, final: bool) -> None:
         return
     if found not in {wanted, dataset_info()}:
         store.replace(INFO_KEY, wanted, if_match=info.etag)
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -7,7 +7,6 @@ any two steps leaves the old version; the loser of a race gets an error that say
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from dflash.errors import (
 )
 from dflash.manifest import Manifest, PointerMove, PointerRecord, ShardEntry, ShardReceipt, canonical_json, sha256_hex
 from dflash.storage import ObjectInfo, S3Credentials, Store, open_store
+from dflash.storage.files import file_sha256
 
 POINTER_KEY = "state.json"
 INFO_KEY = "dataset_info.json"
@@ -151,25 +151,33 @@ class DatasetRoot:
         return manifest
 
     def fetch_shard(self, entry: ShardEntry) -> Path:
-        """Local path of a shard, downloaded and checked when the root is on S3."""
-        return self._fetch(self.store, entry.key, entry.sha256)
+        """Local path of a shard, downloaded where the root is on S3, compared with its digest each time.
 
-    def fetch_index(self, entry: ShardEntry) -> Path:
-        """Local path of a shard's index, compared with its digest each time: merging and the gate decide by it.
+        Rows are copied from it into new shards, whose digests would vouch for damage.
 
         Raises:
             IntegrityError: it is damaged in the store.
         """
-        path = self._fetch(self.meta, entry.index_key, entry.index_sha256)
-        if self.meta.local_path(entry.index_key) is None and _file_sha256(path) != entry.index_sha256:
+        return self._fetch_whole(self.store, entry.key, entry.sha256)
+
+    def fetch_index(self, entry: ShardEntry) -> Path:
+        """Local path of a shard's index, as `fetch_shard` does it: merging and the gate decide by it.
+
+        Raises:
+            IntegrityError: it is damaged in the store.
+        """
+        return self._fetch_whole(self.meta, entry.index_key, entry.index_sha256)
+
+    def _fetch_whole(self, store: Store, key: str, sha256: str) -> Path:
+        path = self._fetch(store, key, sha256)
+        if store.local_path(key) is None and file_sha256(path) != sha256:
             path.unlink(missing_ok=True)  # the copy alone is damaged
-            path = self._fetch(self.meta, entry.index_key, entry.index_sha256)
-        found = _file_sha256(path)
-        if found != entry.index_sha256:
+            path = self._fetch(store, key, sha256)
+        found = file_sha256(path)
+        if found != sha256:
             raise IntegrityError(
-                f"{self.meta.uri}/{entry.index_key} is damaged: expected sha256 {entry.index_sha256}, found {found}. "
-                "Restore the version from a backup with `dflash restore`, or remove the object and tokenize its batch "
-                "again."
+                f"{store.uri}/{key} is damaged: expected sha256 {sha256}, found {found}. Restore the version from a "
+                "backup with `dflash restore`, or remove the object and tokenize its batch again."
             )
         return path
 
@@ -290,11 +298,6 @@ class DatasetRoot:
                 f"  expected: {read} to be current\n  found:    {won}\nRun it again: it plans on the new version."
             ) from error
         return Pointer(record, etag)
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _in_parallel(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from dflash.data.dataset import DatasetRoot
 from dflash.data.shard_job import INDEX_FILE, SHARD_FILE
-from dflash.errors import StorageError
+from dflash.errors import IntegrityError, StorageError
 from dflash.manifest import ShardEntry
+from dflash.storage.files import file_sha256
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,19 @@ class ShardFiles:
     spool: Spool | None = None
 
     def shard(self, entry: ShardEntry) -> Path:
-        """The shard's file."""
+        """The shard's file; its rows may be copied into another, whose digest would vouch for damage.
+
+        Raises:
+            IntegrityError: it is damaged.
+        """
         spooled = None if self.spool is None else self.spool.file(entry, SHARD_FILE)
-        return spooled or self.root.fetch_shard(entry)
+        if spooled is None:
+            return self.root.fetch_shard(entry)
+        if (found := file_sha256(spooled)) != entry.sha256:
+            raise IntegrityError(
+                f"{spooled} was damaged: expected sha256 {entry.sha256}, found {found}. Run again: it is made anew."
+            )
+        return spooled
 
     def index(self, entry: ShardEntry) -> Path:
         """The file of its index."""

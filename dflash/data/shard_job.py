@@ -7,7 +7,6 @@ whole, so a folder that is there is a shard that is done.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import shutil
 import tempfile
@@ -26,6 +25,7 @@ from dflash.data.shards import ShardWriter, WrittenShard
 from dflash.data.tokenize import tokenize_batch
 from dflash.errors import DatasetError, IntegrityError, StorageError
 from dflash.manifest import InputFile, ShardReceipt, sha256_hex
+from dflash.storage.files import file_sha256
 
 if TYPE_CHECKING:
     from dflash.data.tokenizer import TargetTokenizer
@@ -167,9 +167,9 @@ def read_spooled(result: Path) -> ShardReceipt | None:
         receipt = ShardReceipt.from_bytes((result / RECEIPT_FILE).read_bytes(), str(result / RECEIPT_FILE))
         entry = receipt.shard
         whole = (
-            _file_sha256(result / SHARD_FILE) == entry.sha256
-            and _file_sha256(result / INDEX_FILE) == entry.index_sha256
-            and receipt.rejects_sha256 in {None, _file_sha256(result / REJECTS_FILE)}
+            file_sha256(result / SHARD_FILE) == entry.sha256
+            and file_sha256(result / INDEX_FILE) == entry.index_sha256
+            and receipt.rejects_sha256 in {None, file_sha256(result / REJECTS_FILE)}
         )
     except (OSError, DatasetError):
         return None
@@ -234,7 +234,7 @@ def _read_all(inputs: Iterable[LocalInput], tally: _Tally) -> Iterator[Completio
 
 def _require_unchanged(item: LocalInput) -> None:
     """A file of the user's own folder may be edited while it is read, to the same size too."""
-    found = _file_sha256(item.path)
+    found = file_sha256(item.path)
     if found != item.sha256:
         raise IntegrityError(
             f"{item.path} ({item.key}) was changed after it was listed:\n  expected: sha256 {item.sha256}\n"
@@ -263,8 +263,3 @@ def _all_rejected(job: ShardJob, tally: _Tally) -> str:
         f"No usable record in the {len(job.inputs)} files from {job.inputs[0].key} to {job.inputs[-1].key}: "
         f"{sum(tally.records.values())} records read, rejected for: {reasons}.{first}"
     )
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

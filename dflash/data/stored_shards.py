@@ -5,7 +5,6 @@ Shards, indexes and rejects are named by their content, so other content under s
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -20,8 +19,9 @@ from dflash.data.plan import ShardPlan
 from dflash.data.shard_job import INDEX_FILE, REJECTS_FILE, SHARD_FILE, remove_spooled
 from dflash.data.shards import read_index
 from dflash.errors import DatasetError, IntegrityError, ObjectNotFoundError, PreconditionError, StorageError
-from dflash.manifest import InputFile, ShardEntry, ShardReceipt
+from dflash.manifest import InputFile, ShardEntry, ShardReceipt, sha256_hex
 from dflash.storage import Store
+from dflash.storage.files import file_sha256
 
 READS_AT_ONCE: Final = 4
 
@@ -150,7 +150,7 @@ def _verified_bytes(path: Path, sha256: str) -> bytes:
         IntegrityError: it has another content.
     """
     content = path.read_bytes()
-    found = hashlib.sha256(content).hexdigest()
+    found = sha256_hex(content)
     if found != sha256:
         raise IntegrityError(
             f"{path} was damaged: expected sha256 {sha256}, found {found}. Run again: it is made anew."
@@ -231,8 +231,7 @@ class ShardIndexes(Sequence[pa.Table]):
             return ShardIndexes(self._entries[place], self._path_of)
         entry = self._entries[place]
         path = self._path_of(entry)
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = file_sha256(path)
         if found != entry.index_sha256:
             raise IntegrityError(
                 f"{path} was damaged: expected sha256 {entry.index_sha256}, found {found}. Run again: the shard is "

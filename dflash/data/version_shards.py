@@ -13,7 +13,7 @@ from pathlib import Path
 from dflash.data.dataset import DatasetRoot
 from dflash.errors import DamagedDatasetError, IntegrityError, ObjectNotFoundError
 from dflash.manifest import Manifest, ShardEntry
-from dflash.storage.files import digest_chunks, file_chunks
+from dflash.storage.files import file_sha256
 
 # The reader's own shard, one that waits for it, and one that is being fetched.
 IN_USE = 3
@@ -98,7 +98,7 @@ class VersionShards:
     def _is_kept_whole(self, entry: ShardEntry, path: Path) -> bool:
         if entry.sha256 not in self._kept or not path.is_file():
             return False
-        if entry.sha256 not in self._checked and sha256_of(path) != entry.sha256:
+        if entry.sha256 not in self._checked and file_sha256(path) != entry.sha256:
             path.unlink()
             return False
         self._checked.add(entry.sha256)
@@ -109,8 +109,3 @@ class VersionShards:
         while sum(self._kept.values()) > self._max_bytes and len(self._kept) > IN_USE:
             oldest, _ = self._kept.popitem(last=False)
             (self._folder / f"{oldest}.arrow").unlink(missing_ok=True)
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 (hex) of a file."""
-    return digest_chunks(file_chunks(path)).sha256

@@ -16,6 +16,7 @@ from dflash.model.drafter import Drafter
 from dflash.model.export import drafter_of, load_drafter, read_config
 from dflash.model.layout import DrafterConfig
 from dflash.storage import S3Credentials, Store, open_store
+from dflash.storage.files import file_sha256
 from dflash.train.checkpoint import RECORD, WEIGHTS, load_weights, read_record
 from dflash.train.newest import newest_checkpoint
 
@@ -121,9 +122,7 @@ def _export(store: Store, names: set[str], cache: Path) -> Subject:
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise ObjectNotFoundError(f"{store.uri}/{WEIGHTS} is missing: the export is not whole.")
-    with weights.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return Subject(store, folder, digest, read_config(folder), None, {})
+    return Subject(store, folder, file_sha256(weights), read_config(folder), None, {})
 
 
 def _local_folder(store: Store, name: str) -> Path | None:

@@ -138,6 +138,12 @@ def digest_chunks(chunks: Iterable[bytes], *, with_md5: bool = False) -> Digest:
     return Digest(size, sha256.hexdigest(), md5.hexdigest() if with_md5 else "")
 
 
+def file_sha256(path: Path) -> str:
+    """SHA-256 (hex) of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def check_digest(where: str, digest: Digest, *, size: int | None, sha256: str | None) -> None:
     """Compare what arrived with what was promised.
 
