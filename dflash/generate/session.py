@@ -222,11 +222,7 @@ class GenerateSession:
                     uploader.result()
                 await work
             finally:
-                if not uploader.done():
-                    await self._queue.join()
-                    uploader.cancel()
-                if (last := self._spool.close_part()) is not None:
-                    await asyncio.to_thread(self._upload, last)
+                await self._finish_uploads(uploader)
                 show()
         return engine
 
@@ -250,6 +246,19 @@ class GenerateSession:
         """Note a prompt that failed (see `engine.Sink`)."""
         why = {"kind": failure.kind, "message": failure.message, "attempts": attempts}
         self._spool.give_up(request.prompt.to_json() | {"failure": why})
+
+    async def _finish_uploads(self, uploader: asyncio.Task[None]) -> None:
+        """Upload the parts that wait and the one begun; after an upload that failed they stay in the spool."""
+        drained = asyncio.create_task(self._queue.join())
+        await asyncio.wait([drained, uploader], return_when=asyncio.FIRST_COMPLETED)
+        has_failed = uploader.done()
+        drained.cancel()
+        uploader.cancel()
+        last = self._spool.close_part()
+        if has_failed:
+            uploader.result()
+        if last is not None:
+            await asyncio.to_thread(self._upload, last)
 
     async def _upload_all(self) -> None:
         while True:

@@ -105,7 +105,8 @@ class Engine:
             for entry, (ids, accepted) in zip(batch, answers, strict=True):
                 entry.future.set_result(Decoded(ids, seconds, accepted))
         for entry in self._waiting:
-            entry.future.set_exception(ServiceError("the server is stopping; ask another one"))
+            if entry.future.set_running_or_notify_cancel():
+                entry.future.set_exception(ServiceError("the server is stopping; ask another one"))
 
     def _take(self) -> list[_Waiting] | None:
         """The next batch; None when the engine stops."""

@@ -9,11 +9,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import dflash.generate.session as session_module
+from dflash.errors import StorageError
 from dflash.generate.config import GenerateRun
 from dflash.generate.spool import OPEN
 from dflash.storage import Store, open_store
@@ -148,3 +150,17 @@ def test_a_second_run_on_one_machine_is_refused(tmp_path: Path, make_run: MakeRu
             pytest.raises(UsageError, match="Another process on this machine"),
         ):
             generate(run, tmp_path / "work")
+
+
+@pytest.mark.parametrize("point", [1, 5])
+def test_an_upload_that_fails_ends_the_run_and_keeps_what_waits(
+    tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, point: int
+) -> None:
+    with serving(Stub()) as stub:
+        run = make_run(stub, NUM_PROMPTS, part_records=2)
+        with monkeypatch.context() as patched, ThreadPoolExecutor(1) as thread:
+            plan = FaultPlan(point)
+            patched.setattr(session_module, "open_store", lambda *_: FaultStore(open_store(run.batch), plan))
+            with pytest.raises(StorageError, match=f"planned fault before call {point}"):
+                thread.submit(generate, run, tmp_path / "work").result(timeout=120)
+        check_rerun(run, tmp_path / "work")
