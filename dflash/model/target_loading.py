@@ -37,7 +37,7 @@ def load_model(path: str, dtype: torch.dtype | None, *, trust_remote_code: bool)
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+    except Exception as error:  # of transformers, safetensors and the architecture, or of the target's own code
         raise ModelError(f"the target {path} can't be loaded: {error}") from error
     _refuse_invented_weights(path, model, report)
     return model

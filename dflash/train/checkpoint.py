@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash.errors import IntegrityError, TrainingError
+from dflash.errors import IntegrityError, StorageError, TrainingError
 
 WEIGHTS, OPTIMIZER, RECORD = "model.safetensors", "optimizer.pt", "checkpoint.json"
 
@@ -67,6 +68,7 @@ class CheckpointFolder:
         """Write a checkpoint, start its upload and remove the oldest ones.
 
         Raises:
+            StorageError: the disk is full or failed; checkpoints before this one are whole.
             TrainingError: an earlier upload failed; the checkpoint is written all the same, so no step is lost.
         """
         final = self.folder / f"step-{snapshot.step:08d}"
@@ -82,6 +84,18 @@ class CheckpointFolder:
     def _write(self, snapshot: Snapshot, final: Path) -> None:
         building = self.folder / f".building-{snapshot.step:08d}"
         shutil.rmtree(building, ignore_errors=True)
+        try:
+            self._build(snapshot, building)
+            building.rename(final)
+            _flush(self.folder)
+        except (OSError, SafetensorError, RuntimeError) as error:  # each writer has its own error for a full disk
+            shutil.rmtree(building, ignore_errors=True)
+            raise StorageError(
+                f"Checkpoint {final} can't be written: {error}. Those before it are whole: free the disk, then start "
+                "the run again, which goes on from the newest one."
+            ) from error
+
+    def _build(self, snapshot: Snapshot, building: Path) -> None:
         building.mkdir(parents=True)
         save_file({name: value.contiguous() for name, value in snapshot.weights.items()}, building / WEIGHTS)
         torch.save(dict(snapshot.optimizer), building / OPTIMIZER)
@@ -91,12 +105,10 @@ class CheckpointFolder:
         (building / RECORD).write_text(text + "\n", encoding="utf-8")
         for name in (WEIGHTS, OPTIMIZER, RECORD):
             _flush(building / name)
-        building.rename(final)
-        _flush(self.folder)
 
     def paths(self) -> list[Path]:
         """Return the finished checkpoints, oldest first."""
-        return sorted(self.folder.glob("step-*"))
+        return sorted(self.folder.glob("step-[0-9]*"))
 
     def latest(self) -> Path | None:
         """Return the newest finished checkpoint."""
@@ -168,7 +180,7 @@ def read_record(path: Path) -> dict[str, Any]:
         outer = json.loads((path / RECORD).read_text(encoding="utf-8"))
         record, expected = outer["record"], outer["sha256"]
         whole = isinstance(record["files"], dict) and isinstance(record["step"], int)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise IntegrityError(
             f"{RECORD} of checkpoint {path} can't be read: {error!r}. Resume from an older one."
         ) from error

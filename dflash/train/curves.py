@@ -13,12 +13,21 @@ _MAX_POINTS = 2000
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Read a run's metrics; a last line that a crash cut is left out."""
+    """Read a run's metrics; a last line that a crash cut is left out, and so are damaged ones."""
     path = run_dir / METRICS
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    rows = map(_row, path.read_bytes().split(b"\n")[:-1])
+    return [row for row in rows if row is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """One line's numbers; None where it is damaged: a power cut leaves zeros, and no run shall end by its curves."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def metrics_until(run_dir: Path, step: int) -> list[dict[str, Any]]:
@@ -52,8 +61,7 @@ class MetricsTail:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         lines = whole.splitlines()
-        row: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
-        return row
+        return _row(lines[-1]) if lines else None
 
 
 def describe_step(row: dict[str, Any]) -> str:

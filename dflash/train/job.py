@@ -30,6 +30,7 @@ from dflash.errors import TokenizerError, TrainingError, UsageError
 from dflash.manifest import Manifest
 from dflash.model.features import Target
 from dflash.storage import S3Credentials, join_uri, open_store, parse_uri
+from dflash.storage.files import os_errors_as_storage_errors
 from dflash.train.checkpoint import CheckpointFolder, read_record
 from dflash.train.checkpoint_store import CheckpointStore
 from dflash.train.curves import METRICS, PICTURE, plot_metrics
@@ -87,7 +88,8 @@ def train_run(run: TrainRun, places: Places, watch: Watch, device: torch.device)
     """
     world, run_dir = World.current(), run_dir_of(run.output, places.work)
     ready = prepare(run, DatasetRoot.open(run.dataset, places.credentials, places.work / "cache"))
-    with _only_one(run_dir, run.stop_grace_s) if world.is_first else _nothing():
+    alone = _only_one(run_dir, run.stop_grace_s) if world.is_first else _nothing()
+    with os_errors_as_storage_errors(str(run_dir)), alone:
         mirror = _mirror(run, places)
         if world.is_first:
             _bring_up_to_date(mirror, run_dir)

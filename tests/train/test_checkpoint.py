@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from dflash.errors import IntegrityError, TrainingError
+from dflash.errors import IntegrityError, StorageError, TrainingError
 from dflash.train import checkpoint
 from dflash.train.checkpoint import OPTIMIZER, RECORD, WEIGHTS, CheckpointFolder, Snapshot, load
 
@@ -59,6 +60,9 @@ def test_a_record_of_another_shape_is_refused(tmp_path: Path) -> None:
         (path / RECORD).write_text(json.dumps(record))
         with pytest.raises(IntegrityError):
             load(path)
+    (path / RECORD).write_text("[" * 100_000)
+    with pytest.raises(IntegrityError):
+        load(path)
 
 
 @pytest.mark.parametrize("fault", ["save_file", "_flush", "_record_digest"])
@@ -103,3 +107,19 @@ def test_uploads_run_behind_and_a_failed_one_is_told(tmp_path: Path) -> None:
     folder.save(snapshot(1))
     with pytest.raises(TrainingError, match=r"no route.*local copy is whole"):
         folder.close()
+
+
+@pytest.mark.parametrize("max_bytes", [0, 200, 1000])
+def test_a_full_disk_leaves_the_checkpoints_before_it(tmp_path: Path, max_bytes: int) -> None:
+    folder = CheckpointFolder(tmp_path)
+    first = folder.save(snapshot(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="step-00000002 can't be written"):
+            folder.save(snapshot(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+    assert load(first).step == 1
+    assert load(folder.save(snapshot(2))).step == 2

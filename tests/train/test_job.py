@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from dflash.errors import DatasetError, IncompatibleError, MemoryPlanError, TrainingError, UsageError
+from dflash.errors import (
+    DatasetError,
+    IncompatibleError,
+    MemoryPlanError,
+    ModelError,
+    StorageError,
+    TrainingError,
+    UsageError,
+)
 from dflash.storage import join_uri, open_store
 from dflash.train import job
 from dflash.train.checkpoint import load, read_record
@@ -142,3 +151,34 @@ def test_a_run_on_s3_goes_on_from_there_on_another_machine(
     assert [json.loads(row)["step"] for row in rows] == list(range(1, done["step"] + 1))
     left = [path for path in (tmp_path / "second").rglob("*") if path.suffix in {".arrow", ".safetensors", ".pt"}]
     assert left == []
+
+
+@pytest.mark.parametrize("output", ["taken", "taken/below", "run"])
+def test_an_output_that_can_not_be_a_folder_is_named(train: Train, tmp_path: Path, output: str) -> None:
+    (tmp_path / "taken").write_text("a file")
+    (tmp_path / "run" / "checkpoints").parent.mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file")
+    with pytest.raises(StorageError, match=output):
+        train(output, max_steps=1)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_size": "x"}, {"vocab_size": None}, {"num_attention_heads": 0}, {"hidden_size": 1}, None]
+)
+def test_a_target_with_a_damaged_configuration_is_named(
+    train: Train, tmp_path: Path, target: Path, changes: dict[str, Any] | None
+) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    fields = json.loads((target / "config.json").read_text("utf-8"))
+    (damaged / "config.json").write_text("[" * 100_000 if changes is None else json.dumps(fields | changes), "utf-8")
+    with pytest.raises(ModelError, match="damaged"):
+        train("run", change={"target": str(damaged)})
+
+
+def test_a_target_with_cut_weights_is_named(train: Train, tmp_path: Path, target: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(target, damaged)
+    (damaged / "model.safetensors").write_bytes((target / "model.safetensors").read_bytes()[:-500])
+    with pytest.raises(ModelError, match="damaged"):
+        train("run", change={"target": str(damaged)})

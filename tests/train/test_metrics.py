@@ -26,3 +26,15 @@ def test_a_resumed_run_replaces_the_steps_behind_its_checkpoint_and_who_reads_al
         file.write('{"step": 10, "lo')
     assert tail.newest() is None
     assert not (tmp_path / "metrics.part").exists()
+
+
+def test_damaged_lines_end_no_run(tmp_path: Path) -> None:
+    damaged = b'{"step": 1}\n\0\0\0\n\xff\n[1]\n{"loss": 1}\n{"step": "x"}\n' + b"[" * 100_000 + b"\n"
+    (tmp_path / METRICS).write_bytes(damaged + b'{"step": 2}\n{"step": 3, "lo')
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    write(tmp_path, 3, 4, 0.5)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    tail = MetricsTail(tmp_path)
+    with (tmp_path / METRICS).open("ab") as file:
+        file.write(b"\0\0\n")
+    assert tail.newest() is None
