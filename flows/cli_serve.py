@@ -22,7 +22,7 @@ def serve_command(
     host: Annotated[
         str, typer.Option(help="Address; others than the loopback one are open to the network.")
     ] = LOOPBACK,
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     max_batch: Annotated[int, typer.Option(min=1, help="Most prompts decoded at a time.")] = 64,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:

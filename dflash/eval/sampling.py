@@ -16,6 +16,8 @@ from torch import Tensor
 
 from dflash.errors import UsageError
 
+_COLDEST = 1e-6  # below it quotients leave fp32; the likeliest id is as good as certain there
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -45,10 +47,11 @@ class Sampling:
 
     def probabilities(self, logits_LV: Tensor) -> Tensor:
         """Return the distribution that tokens are drawn from, fp32 [L, V]."""
-        p_LV = torch.softmax(logits_LV.float() / self.temperature, dim=-1)
+        p_LV = torch.softmax(logits_LV.float() / max(self.temperature, _COLDEST), dim=-1)
         if self.top_p < 1:
             sorted_LV, order_LV = p_LV.sort(dim=-1, descending=True)
             outside_LV = sorted_LV.cumsum(dim=-1) - sorted_LV >= self.top_p
+            outside_LV[..., 0] = False  # a top_p that fp32 takes for 0 leaves the likeliest id
             p_LV = p_LV.masked_fill(outside_LV.scatter(-1, order_LV, outside_LV), 0.0)
         return p_LV / p_LV.sum(dim=-1, keepdim=True)
 

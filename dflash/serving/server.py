@@ -15,7 +15,7 @@ import torch
 import uvicorn
 
 from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
-from dflash.errors import ServiceError
+from dflash.errors import ServiceError, UsageError
 from dflash.eval.speculate import Speculator
 from dflash.eval.subject import open_subject
 from dflash.model.features import Target
@@ -61,7 +61,9 @@ def serve(options: ServeOptions, credentials: S3Credentials | None, cache: Path,
 
     Raises:
         ServiceError: the address can't be had.
+        UsageError: there is no such device here.
     """
+    _check_device(options.device)
     listening = _listen(options.host, options.port)
     with listening:
         tokenizer = load_tokenizer(options.target)
@@ -112,11 +114,19 @@ class _Server(uvicorn.Server):
         self._ready()
 
 
+def _check_device(name: str) -> None:
+    if name not in ("cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
+        raise UsageError(
+            f"--device {name} can't be used: expected cpu, or cuda where there is a GPU; "
+            f"{torch.cuda.device_count()} are visible here."
+        )
+
+
 def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=1024)
     except OSError as error:
-        raise ServiceError(f"{host}:{port} can't be listened at: {error}. Choose another --port.") from error
+        raise ServiceError(f"{host}:{port} can't be listened at: {error}. Choose another --host or --port.") from error
 
 
 def _load(options: ServeOptions, credentials: S3Credentials | None, cache: Path) -> tuple[Any, Speculator | None]:

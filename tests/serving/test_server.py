@@ -13,7 +13,9 @@ import openai
 import pytest
 
 from dflash.data.tokenizer import load_tokenizer
+from dflash.errors import UsageError
 from dflash.generate.config import GenerateRun, SamplingOptions
+from dflash.serving.server import ServeOptions, serve
 from tests.generate.conftest import completions, generate, prompt, write_prompts
 
 
@@ -69,3 +71,9 @@ def test_it_answers_the_official_client_and_a_whole_generation(
         assert one.output_tokens == len(one.output_token_ids or ())
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", ""])
+def test_a_device_that_is_not_there_is_refused_before_anything_loads(tmp_path: Path, device: str) -> None:
+    with pytest.raises(UsageError, match="expected cpu, or cuda"):
+        serve(ServeOptions("none", device=device), None, tmp_path, lambda _: None)
