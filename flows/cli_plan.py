@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dflash.errors import MemoryPlanError, TrainingError
+from dflash.errors import MemoryPlanError, TrainingError, UsageError
 from flows.cli_data import JsonFlag, Settings
 from flows.connection import cache, store_credentials
 from flows.parameters import load_parameters
@@ -38,6 +38,8 @@ def plan_command(
     from dflash.train.plan import Amount, PlanRun, advice, known_device_bytes, plan_run, plan_table
 
     run = load_parameters(PlanRun, config, setting or [], {})
+    if device_gb is not None and not 0 < device_gb < float("inf"):
+        raise UsageError(f"--device-gb {device_gb:g}: expected the memory of one device in GB, such as 80.")
     device_bytes = known_device_bytes() if device_gb is None else round(device_gb * 1e9)
     amount = Amount(samples, tokens, run.tokens_per_s)
     plan = plan_run(run, amount, device_bytes)

@@ -90,7 +90,7 @@ def evaluate_run(
         on_prompt: gets each decoded prompt.
 
     Raises:
-        UsageError: there is no drafter or no prompt, or a prompt was trained on.
+        UsageError: there is no drafter or no prompt, a prompt was trained on, or doesn't fit the target's positions.
         ModelError: target and drafter don't fit, or can't be loaded.
     """
     subject = open_subject(run.checkpoint, credentials, cache)
@@ -101,6 +101,7 @@ def evaluate_run(
     prompts = read_prompts(run.prompts, tokenizer, run.decode.chat_template_kwargs, run.limit, credentials)
     checked = _refuse_leaks(run, subject, prompts, credentials, cache)
     speculator = load_speculator(run, subject, target)
+    _require_room(prompts, run.decode.max_new_tokens, speculator.target, target)
     options = decode_options(run, speculator.target, tokenizer)
 
     def show(prompt: Prompt, decoded: Decoded) -> None:
@@ -157,6 +158,21 @@ def _end_ids(target: Target, tokenizer: TargetTokenizer) -> Collection[int]:
     for value in (getattr(place, "eos_token_id", None) for place in (target.text_config, generation)):
         found |= set(value) if isinstance(value, list | tuple) else set() if value is None else {value}
     return frozenset(found)
+
+
+def _require_room(prompts: list[Prompt], max_new_tokens: int, target: Target, name: str) -> None:
+    """Refuse what a target was never trained to see: beyond its positions its answers, and so tau, mean nothing."""
+    positions = getattr(target.text_config, "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        return
+    room = positions - max_new_tokens
+    long = [prompt for prompt in prompts if len(prompt.ids) > room]
+    if long:
+        named = ", ".join(f"{prompt.id!r} ({len(prompt.ids)} tokens)" for prompt in long[:5])
+        raise UsageError(
+            f"{len(long)} of {len(prompts)} prompts and {max_new_tokens} new tokens don't fit the {positions} "
+            f"positions of {name}: {named}. Leave them out, or lower decode.max_new_tokens."
+        )
 
 
 def _require_same_target(subject: Subject, target: Target, name: str) -> None:

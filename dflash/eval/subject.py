@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from pydantic import ValidationError
 
-from dflash.errors import IntegrityError, ObjectNotFoundError, UsageError
+from dflash.errors import IntegrityError, ModelError, ObjectNotFoundError, UsageError
 from dflash.model.drafter import Drafter
 from dflash.model.export import drafter_of, load_drafter, read_config
 from dflash.model.layout import DrafterConfig
@@ -60,11 +60,19 @@ class Subject:
 
         Raises:
             IntegrityError: the weights differ from their digest.
-            ModelError: they don't fit the configuration.
+            ModelError: they don't fit the configuration, or aren't finite.
         """
-        if not self.is_checkpoint:
-            return load_drafter(self.folder, dtype=dtype)
-        return drafter_of(load_weights(self.folder), self.config, self.store.uri, dtype=dtype)
+        if self.is_checkpoint:
+            drafter = drafter_of(load_weights(self.folder), self.config, self.store.uri, dtype=dtype)
+        else:
+            drafter = load_drafter(self.folder, dtype=dtype)
+        # It would be measured as one that never drafts right, or fail in the middle of sampling.
+        if bad := [name for name, tensor in drafter.state_dict().items() if not bool(tensor.isfinite().all())]:
+            raise ModelError(
+                f"{self.store.uri}: {len(bad)} tensors hold values that aren't finite in {dtype}, such as {bad[0]}. "
+                "Take an earlier checkpoint."
+            )
+        return drafter
 
 
 def open_subject(uri: str, credentials: S3Credentials | None, cache: Path) -> Subject:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dflash.errors import DatasetError, GateError, IntegrityError, UsageError
+from dflash.errors import DatasetError, GateError, IntegrityError, ModelError, UsageError
 from dflash.eval.config import DecodeConfig, EvaluateRun
 from dflash.eval.job import evaluate_run
 from dflash.eval.record import read_evaluation, write_evaluation
 from dflash.eval.table import HEADERS, losslessness, markdown, tau_rows
+from dflash.model.drafter import Drafter
 from dflash.storage import S3Store, open_store
 from dflash.train.checkpoint_store import CheckpointStore
 from tests.data.small_roots import Small, open_root
@@ -114,3 +115,24 @@ def test_what_cannot_be_evaluated_is_refused(small_run: SmallRun, tmp_path: Path
     (path / "model.safetensors").write_bytes(weights)
     with pytest.raises(IntegrityError, match=r"model\.safetensors .* SHA-256"):
         evaluate_run(run_of(small_run), None, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(("length", "max_new_tokens"), [(600, 8), (10, 600)])
+def test_prompts_beyond_the_targets_positions_are_named(
+    small_run: SmallRun, tmp_path: Path, length: int, max_new_tokens: int
+) -> None:
+    small_run.save(1)
+    write_prompts(small_run.prompts, [{"id": "long", "messages": [{"role": "user", "content": "x" * length}]}])
+    with pytest.raises(UsageError, match=r"1 of 1 prompts .* 512 positions .*'long'"):
+        evaluate_run(run_of(small_run, decode=DecodeConfig(max_new_tokens=max_new_tokens)), None, tmp_path / "cache")
+
+
+def test_a_drafter_that_is_not_finite_is_refused(
+    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Drafter, "initialize", lambda drafter, *_, **__: drafter.fc.weight.data.fill_(float("nan")))
+        small_run.save(1)
+    with pytest.raises(ModelError, match=r"1 tensors hold values that aren't finite .* fc\.weight"):
+        evaluate_run(run_of(small_run), None, tmp_path / "cache")
+    assert not list(small_run.folder.rglob("evaluation.json"))

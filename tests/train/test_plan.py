@@ -50,6 +50,13 @@ def test_the_production_recipe_is_a_run_and_gives_the_known_numbers() -> None:
         assert part in shown
 
 
+@pytest.mark.parametrize("device_gb", ["0", "-5", "nan", "inf"])
+def test_a_device_without_a_size_is_refused(device_gb: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "--config", str(RECIPE), "--device-gb", device_gb])
+    assert isinstance(result.exception, UsageError)
+    assert f"--device-gb {device_gb}:" in str(result.exception)
+
+
 def test_a_recipe_that_does_not_fit_says_what_to_change_and_fails() -> None:
     arguments = ["plan", "--config", str(RECIPE), "--device-gb"]
     result = CliRunner().invoke(app, [*arguments, "80"])
