@@ -6,6 +6,8 @@ Ours names the old shards in a new manifest; the usual way loads the dataset, ap
 saves all of it again, which reads the old bytes and sends old and new. Both start from the same published version and
 the same tokenized batch, which lies on this machine; libraries are loaded before either. A relay before the server
 counts the bytes of both, headers included. Ours reads all indexes of the old shards, as on a machine that has none yet.
+In the flow a shard is sent as soon as it is tokenized, while others still are, so that merging begins with the batch in
+the store; the table has the merge, and the merge with that sending, which no way of adding a batch can spare.
 The backup that the flow makes first is a row of its own, because its bytes move inside the server. The last rows merge
 one shard into a version with ten times as many shards. Disk: six times the size of the set; memory: little.
 """
@@ -97,15 +99,19 @@ def _rows(first: int, count: int) -> TokenizedRows:
     )
 
 
+def send(root: DatasetRoot, shards: list[LocalShard]) -> None:
+    """Upload a batch's shards: what tokenizing does."""
+    with ThreadPoolExecutor(UPLOADS_AT_ONCE) as threads:
+        for _ in threads.map(lambda item: _upload(root, item), shards):
+            pass
+
+
 def merge(root: DatasetRoot, shards: list[LocalShard], name: str, work: Path) -> float:
-    """Upload the batch, plan, publish: what the flow does after its gate, less the backup.
+    """Plan and publish a batch that was sent: what the flow does after its gate, less the backup.
 
     Returns:
         The seconds that publishing took: asking for the new shards, putting the manifest, replacing the pointer.
     """
-    with ThreadPoolExecutor(UPLOADS_AT_ONCE) as threads:
-        for _ in threads.map(lambda item: _upload(root, item), shards):
-            pass
     receipts = [ShardReceipt(shard=s.entry, inputs=(), reject_reasons={}, rejects_sha256=None) for s in shards]
     batch = NewBatch(RECIPE, batch_from_receipts(name, receipts), tuple(item.entry for item in shards), {})
     files = ShardFiles(root)
@@ -173,7 +179,9 @@ def compare(bench: Bench, arguments: argparse.Namespace) -> Iterator[dict[str, A
     rows, num_new = arguments.gb * 1e9 / BYTES_PER_ROW / arguments.shards, round(arguments.shards * arguments.share)
     per_shard, folder = max(1, int(rows)), bench.folder
     root = bench.open("train", "cache")
-    merge(root, make_shards(folder / "old", arguments.shards, per_shard), "old", folder / "work")
+    old = make_shards(folder / "old", arguments.shards, per_shard)
+    send(root, old)
+    merge(root, old, "old", folder / "work")
     shutil.rmtree(folder / "old")
     batch = make_shards(folder / "new", max(1, num_new), per_shard, first=arguments.shards * per_shard)
     total = arguments.shards + len(batch)
@@ -183,10 +191,14 @@ def compare(bench: Bench, arguments: argparse.Namespace) -> Iterator[dict[str, A
     current, mirror = root.manifest(), open_mirror(root, None, bench.credentials)
     backup = bench.timed("backup before it (copied by the server)", lambda: backup_version(root, current, mirror))
     fresh = bench.open("train", "empty-cache")  # as on a machine that never saw the dataset
+    sending = bench.timed("sending the batch's shards, as they are tokenized", lambda: send(fresh, batch))
     ours = bench.timed("merge", lambda: merge(fresh, batch, "new", folder / "work"))
+    both = ours | {name: round(sending[name] + ours[name], 3) for name in ("seconds", "MB sent", "MB received")}
     assert fresh.manifest().counts.num_rows == total * per_shard, "rows were lost"
     yield theirs
     yield ours | ratios(theirs, ours)
+    yield sending
+    yield both | {"what": "merge and sending"} | ratios(theirs, both)
     yield backup
     for factor in (1, 10):
         yield from _swap(bench, arguments.shards * factor)
@@ -204,8 +216,10 @@ def ratios(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
 def _swap(bench: Bench, num_shards: int) -> Iterator[dict[str, Any]]:
     """Merging one tiny shard behind a version of many tiny shards, and publishing alone."""
     root, work = bench.open(f"many-{num_shards}", "cache"), bench.folder / "work"
-    merge(root, make_shards(bench.folder / f"many-{num_shards}", num_shards, 1), "many", work)
+    many = make_shards(bench.folder / f"many-{num_shards}", num_shards, 1)
     one = make_shards(bench.folder / f"one-{num_shards}", 1, 1, first=10**8)
+    send(root, [*many, *one])
+    merge(root, many, "many", work)
     swaps: list[float] = []
     row = bench.timed(
         f"merge of a shard into {num_shards} (manifest of {len(root.manifest().to_bytes()) / 1e6:.2f} MB)",
