@@ -28,7 +28,7 @@ def plan_command(
         float | None, typer.Option("--device-gb", help="Memory of a device in GB (1e9); by default what is here.")
     ] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Rows of the dataset.")] = SAMPLES,
-    tokens: Annotated[float, typer.Option("--tokens", min=1, help="Mean tokens of a row.")] = TOKENS,
+    tokens: Annotated[float, typer.Option("--tokens", min=1, max=1e9, help="Mean tokens of a row.")] = TOKENS,
     as_json: JsonFlag = False,
 ) -> None:
     """Show what a run will need, before anything is loaded; exit code 1 where it doesn't fit the device.

@@ -55,6 +55,7 @@ def test_a_device_without_a_size_is_refused(device_gb: str) -> None:
     result = CliRunner().invoke(app, ["plan", "--config", str(RECIPE), "--device-gb", device_gb])
     assert isinstance(result.exception, UsageError)
     assert f"--device-gb {device_gb}:" in str(result.exception)
+    assert CliRunner().invoke(app, ["plan", "--config", str(RECIPE), "--tokens", "inf"]).exit_code == 2
 
 
 def test_a_recipe_that_does_not_fit_says_what_to_change_and_fails() -> None:
