@@ -141,7 +141,7 @@ def load_speculator(run: EvaluateRun, subject: Subject, name: str) -> Speculator
     dtype: torch.dtype = getattr(torch, kind)
     layers = subject.config.target_layer_ids
     target = Target.load(name, layers, device, dtype, trust_remote_code=run.trust_remote_code)
-    _require_same_target(subject, target, name)
+    require_same_target(subject, target, name)
     return Speculator(target, subject.load(dtype).to(device))
 
 
@@ -175,7 +175,12 @@ def _require_room(prompts: list[Prompt], max_new_tokens: int, target: Target, na
         )
 
 
-def _require_same_target(subject: Subject, target: Target, name: str) -> None:
+def require_same_target(subject: Subject, target: Target, name: str) -> None:
+    """Refuse a drafter of another target.
+
+    Raises:
+        UsageError: layers, hidden size or vocabulary differ.
+    """
     config = subject.config
     expected = (config.num_target_layers, config.hidden_size, config.vocab_size)
     found = (target.num_layers, target.hidden_size, int(target.head_VH.shape[0]))

@@ -16,6 +16,7 @@ import uvicorn
 
 from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
 from dflash.errors import ServiceError, UsageError
+from dflash.eval.job import require_same_target
 from dflash.eval.speculate import Speculator
 from dflash.eval.subject import open_subject
 from dflash.model.features import Target
@@ -135,4 +136,5 @@ def _load(options: ServeOptions, credentials: S3Credentials | None, cache: Path)
         return load_model(options.target, dtype, trust_remote_code=False).to(options.device).eval(), None
     subject = open_subject(options.drafter, credentials, cache)
     target = Target.load(options.target, subject.config.target_layer_ids, options.device, dtype)
+    require_same_target(subject, target, options.target)
     return target.model, Speculator(target, subject.load(dtype).to(options.device))
