@@ -141,6 +141,8 @@ def test_run_from_the_form_shard_table_and_retry(
 
     ui = stack.prefect_api_url.removesuffix("/api")
     visit(page, f"{ui}/deployments")
+    # The list shows one page of them.
+    page.get_by_placeholder("Search deployments").fill("tokenize-completions")
     link = page.get_by_role("link", name="tokenize-completions", exact=True).first
     link.wait_for()
     picture(page, "ui-deployments")
