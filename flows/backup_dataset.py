@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import PurePosixPath
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
@@ -17,6 +16,7 @@ from dflash.data.collect import CollectRules, collect_garbage, plan_collection
 from dflash.data.copying import Progress
 from dflash.data.dataset import DatasetRoot
 from dflash.data.restore import restore_version
+from flows.run_names import last_part
 from tasks.settings import log_to_run, s3_credentials, settings
 
 RESULT: dict[str, Any] = {"persist_result": True, "result_serializer": "json"}
@@ -28,7 +28,7 @@ Check = Annotated[bool, Field(description="Read what is there already through an
 
 def run_name() -> str:
     """Name of a flow run: what it does to what."""
-    return f"{runtime.flow_name}-{PurePosixPath(runtime.parameters['dataset'].rstrip('/')).name}"
+    return f"{runtime.flow_name}-{last_part(runtime.parameters['dataset'])}"
 
 
 @flow(name="backup-dataset", flow_run_name=run_name, **RESULT)

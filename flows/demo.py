@@ -22,8 +22,8 @@ from dflash.errors import DamagedDatasetError
 from dflash.storage import open_store
 from embedded.qwen_tokenizer import ensure_qwen36_tokenizer
 from embedded.smollm2 import ensure_smollm2_tokenizer
-from embedded.stack import StackConnection, activate, connect, up
-from flows.demo_steps import REPOSITORY, Demo, inputs_prefix, list_examples, put_files, run_deployed
+from embedded.stack import StackConnection
+from flows.demo_steps import REPOSITORY, Demo, inputs_prefix, list_examples, put_files, run_deployed, start_stack
 from flows.demo_training import train_on
 
 SHARED = REPOSITORY.parent / "shared" / "data"
@@ -37,10 +37,7 @@ def run_demo(project: Path, console: Console) -> dict[str, Any]:
         ServiceError: a server did not start, or the deployed flow failed.
     """
     demo = Demo(project, console)
-    with demo.step("up"):
-        up(project, say=console.print)
-        stack = connect(project)
-        activate(stack)
+    stack = start_stack(demo)
     with demo.step("tokenizer"):
         tokenizer = ensure_smollm2_tokenizer(project / ".dflash" / "models" / "smollm2-tokenizer")
     parts = list_examples()

@@ -25,8 +25,8 @@ from dflash.generate.config import GenerateRun, SamplingOptions
 from dflash.manifest import fingerprint_of
 from dflash.runs import DrafterRun
 from embedded.smollm2 import ensure_smollm2
-from embedded.stack import StackConnection, activate, connect, up
-from flows.demo_steps import EXAMPLES, REPOSITORY, Demo, run_deployed
+from embedded.stack import StackConnection
+from flows.demo_steps import EXAMPLES, REPOSITORY, Demo, run_deployed, start_stack
 
 BATCHES = ("first", "second")
 NUM_PROMPTS = 32  # in each batch: less than a minute of decoding
@@ -43,10 +43,7 @@ def run_generate_demo(project: Path, console: Console) -> dict[str, Any]:
         ServiceError: a server did not start, or a deployed flow failed.
     """
     demo = Demo(project, console)
-    with demo.step("up"):
-        up(project, say=console.print)
-        stack = connect(project)
-        activate(stack)
+    stack = start_stack(demo)
     with demo.step("target"):
         target = ensure_smollm2(project / ".dflash" / "models" / "smollm2")
     results: dict[str, Any] = {}

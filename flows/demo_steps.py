@@ -17,7 +17,7 @@ from dflash.data.shards import SCHEMA_VERSION
 from dflash.errors import ServiceError, UsageError
 from dflash.manifest import fingerprint_of, sha256_hex
 from dflash.storage import open_store
-from embedded.stack import StackConnection
+from embedded.stack import StackConnection, activate, connect, up
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 EXAMPLES = REPOSITORY / "examples" / "completions"
@@ -38,6 +38,15 @@ class Demo:
         yield
         self.seconds[name] = round(time.monotonic() - start, 1)
         self.console.print(f"[dim]{name}: {self.seconds[name]} s[/dim]")
+
+
+def start_stack(demo: Demo) -> StackConnection:
+    """Start what isn't running, and use its servers from this process on."""
+    with demo.step("up"):
+        up(demo.project, say=demo.console.print)
+        stack = connect(demo.project)
+        activate(stack)
+    return stack
 
 
 def list_examples(folder: Path = EXAMPLES) -> list[Path]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 import tomllib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from dflash.eval.config import DecodeConfig
@@ -88,7 +87,7 @@ def show_before_and_after(demo: Demo, config: DrafterRun, checkpoint: str, stack
     run = config.evaluation(checkpoint, "", compare=False)
     tokenizer = load_tokenizer(config.run.target)
     prompts = read_prompts(run.prompts, tokenizer, run.decode.chat_template_kwargs, run.limit, stack.s3)
-    subject = open_subject(checkpoint, stack.s3, Path(demo.project / ".dflash" / "cache"))
+    subject = open_subject(checkpoint, stack.s3, demo.project / ".dflash" / "cache")
     trained = load_speculator(run, subject, config.run.target)
     options = decode_options(run, trained.target, tokenizer)
     demo.console.print(render(trained.decode(prompts[0].ids, options), tokenizer))

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
 from typing import Any
 
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
-from prefect.runtime import flow_run as runtime
 
 from dflash.eval.config import EvaluateRun
 from dflash.eval.table import markdown
+from flows.run_names import named_after
 from tasks.evaluating import evaluate_checkpoint
 from tasks.settings import log_to_run
 
 
-def run_name() -> str:
-    """Name of a flow run: what it evaluates."""
-    config = runtime.parameters["config"]
-    checkpoint = config.checkpoint if isinstance(config, EvaluateRun) else config["checkpoint"]
-    return f"evaluate-{PurePosixPath(checkpoint.rstrip('/')).name}"
-
-
-@flow(name="evaluate-drafter", flow_run_name=run_name, persist_result=True, result_serializer="json")
+@flow(
+    name="evaluate-drafter",
+    flow_run_name=named_after("evaluate", "checkpoint"),
+    persist_result=True,
+    result_serializer="json",
+)
 def evaluate_drafter(config: EvaluateRun) -> dict[str, Any]:
     """Decode held-out prompts with a drafter and its target, and count what is accepted.
 

@@ -15,13 +15,13 @@ from uuid import UUID
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.events import emit_event
-from prefect.runtime import flow_run as runtime
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from dflash.generate.config import GenerateRun, RegenerateRun
 from dflash.generate.progress import GenerateProgress
 from dflash.generate.session import GenerateSession, Outcome
 from flows.progress import ARTIFACT_INTERVAL_S, listener
+from flows.run_names import named_after
 from flows.tokenize_completions import RESULT
 from tasks.generation import find_regenerable, generate_records, plan_generation, publish_batch, spot_check
 from tasks.settings import api_key, log_to_run, s3_credentials, settings
@@ -31,14 +31,7 @@ EVENT = "generation.batch.completed"
 STOP_S = 30.0  # what a cancelled run has to bring its records to the store
 
 
-def run_name() -> str:
-    """Name of a flow run: the batch that it fills."""
-    config = runtime.parameters["config"]
-    batch = config.batch if isinstance(config, GenerateRun) else config["batch"]
-    return f"generate-{PurePosixPath(batch.rstrip('/')).name}"
-
-
-@flow(name="generate-completions", flow_run_name=run_name, task_runner=RUNNER, **RESULT)
+@flow(name="generate-completions", flow_run_name=named_after("generate", "batch"), task_runner=RUNNER, **RESULT)
 def generate_completions(config: GenerateRun) -> dict[str, Any]:
     """Let the target answer prompts, each exactly once, into a folder of completions.
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact
-from prefect.runtime import flow_run as runtime
 
 from dflash.config import MergeRun
 from dflash.data.backup import BackupRecord
@@ -28,6 +26,7 @@ from dflash.data.workspace import Workspace, shards_with_rows
 from dflash.errors import PublishConflictError
 from dflash.manifest import Manifest, ShardReceipt, batch_fingerprint, batch_from_receipts
 from flows.progress import ProgressBoard
+from flows.run_names import config_value, last_part
 from flows.tokenize_completions import RESULT, RUNNER, judge, make_shards, upload_all
 from tasks.merging import back_up_version, check_batch, plan_dataset_merge, publish_merged_version, write_merged_shards
 from tasks.settings import log_to_run, s3_credentials, settings
@@ -38,9 +37,7 @@ PLAN_ATTEMPTS = 3  # races in a row that a merge may lose before it gives up
 
 def run_name() -> str:
     """Name of a flow run: what it merges into what."""
-    config = runtime.parameters["config"]
-    batch = config.batch.model_dump() if isinstance(config, MergeRun) else config["batch"]
-    source, dataset = (PurePosixPath(batch[name].rstrip("/")).name for name in ("source", "dataset"))
+    source, dataset = (last_part(config_value("batch", name)) for name in ("source", "dataset"))
     return f"merge-{source}-into-{dataset}"
 
 

@@ -7,7 +7,6 @@ the order of their names; one that fails ends the run and holds back those behin
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
 from typing import Any
 
 from prefect import flow, get_run_logger
@@ -18,6 +17,7 @@ from dflash.config import RefreshRun
 from dflash.data.discovery import FoundBatch, mergeable
 from dflash.errors import DatasetError, DflashError, GateError, PublishConflictError
 from flows.merge_dataset import merge_dataset
+from flows.run_names import named_after
 from flows.tokenize_completions import RESULT, tokenize_completions
 from tasks.refreshing import look_for_batches, read_current_version, start_training
 from tasks.settings import log_to_run
@@ -27,14 +27,7 @@ from tasks.settings import log_to_run
 _NOTHING_KEPT: dict[str, Any] = {"persist_result": False}
 
 
-def run_name() -> str:
-    """Name of a flow run: which dataset it refreshes."""
-    config = runtime.parameters["config"]
-    dataset = config.merge.batch.dataset if isinstance(config, RefreshRun) else config["merge"]["batch"]["dataset"]
-    return f"refresh-{PurePosixPath(dataset.rstrip('/')).name}"
-
-
-@flow(name="refresh-dataset", flow_run_name=run_name, **RESULT)
+@flow(name="refresh-dataset", flow_run_name=named_after("refresh", "merge", "batch", "dataset"), **RESULT)
 def refresh_dataset(config: RefreshRun) -> dict[str, Any]:
     """Merge every complete batch that no version of the dataset names, in order of name; then start a training.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import functools
 import threading
-from pathlib import PurePosixPath
 from typing import Any
 
 from prefect import flow, get_run_logger
@@ -28,6 +27,7 @@ from dflash.data.workspace import Workspace, group_files
 from dflash.errors import GateError, UsageError
 from dflash.manifest import Manifest, ShardReceipt
 from flows.progress import ProgressBoard
+from flows.run_names import named_after
 from flows.shard_table import ShardOutcome, publish_table, raise_for_failures
 from tasks.settings import log_to_run, s3_credentials, settings
 from tasks.tokenization import (
@@ -45,14 +45,7 @@ RUNNER: Any = ThreadPoolTaskRunner(max_workers=512)  # its own generic type fits
 SHARDS_AHEAD = 2  # shards whose files are fetched while every process has a shard in work
 
 
-def run_name() -> str:
-    """Name of a flow run: what it tokenizes."""
-    config = runtime.parameters["config"]
-    source = config.source if isinstance(config, TokenizeRun) else config["source"]
-    return f"tokenize-{PurePosixPath(source.rstrip('/')).name}"
-
-
-@flow(name="tokenize-completions", flow_run_name=run_name, task_runner=RUNNER, **RESULT)
+@flow(name="tokenize-completions", flow_run_name=named_after("tokenize", "source"), task_runner=RUNNER, **RESULT)
 def tokenize_completions(config: TokenizeRun) -> dict[str, Any]:
     """Tokenize a batch of completions, judge it, and publish it as version 1 of a dataset.
 

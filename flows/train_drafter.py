@@ -8,7 +8,6 @@ against the one that is released now.
 from __future__ import annotations
 
 import json
-from pathlib import PurePosixPath
 from typing import Any
 
 from prefect import flow, get_run_logger
@@ -19,6 +18,7 @@ from dflash.errors import DatasetError, GateError, ObjectNotFoundError
 from dflash.manifest import canonical_json
 from dflash.runs import RELEASED, DrafterRun
 from dflash.storage import ObjectInfo, open_store
+from flows.run_names import named_after
 from tasks.settings import log_to_run, s3_credentials
 from tasks.training import check_training, resolve_version, run_child
 
@@ -29,14 +29,12 @@ TRAIN, EVALUATE, EXPORT = (
 )
 
 
-def run_name() -> str:
-    """Name of a flow run: which drafter it trains."""
-    config = runtime.parameters["config"]
-    output = config.run.output if isinstance(config, DrafterRun) else config["run"]["output"]
-    return f"drafter-{PurePosixPath(output.rstrip('/')).name}"
-
-
-@flow(name="train-drafter", flow_run_name=run_name, persist_result=True, result_serializer="json")
+@flow(
+    name="train-drafter",
+    flow_run_name=named_after("drafter", "run", "output"),
+    persist_result=True,
+    result_serializer="json",
+)
 def train_drafter(config: DrafterRun) -> dict[str, Any]:
     """Train a drafter on a dataset version, measure it on held-out prompts, and release it if it holds.
 

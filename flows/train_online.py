@@ -7,33 +7,26 @@ checkpoint and ends, even if Prefect kills the flow before that. A retry goes on
 from __future__ import annotations
 
 import base64
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
 
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
-from prefect.runtime import flow_run as runtime
 
 from dflash.errors import DflashError, TrainingError
 from dflash.train.curves import PICTURE, MetricsTail, describe_step, plot_metrics, read_metrics
 from dflash.train.launch import run_dir_of
 from dflash.train.run import TrainRun
 from flows.progress import ARTIFACT_INTERVAL_S
+from flows.run_names import named_after
 from tasks.settings import log_to_run, settings
 from tasks.training import LogForwarder, every, resolve_version, start_trainer
 
 LOG_INTERVAL_S = 60.0
 
 
-def run_name() -> str:
-    """Name of a flow run: what it trains."""
-    config = runtime.parameters["config"]
-    output = config.output if isinstance(config, TrainRun) else config["output"]
-    return f"train-{PurePosixPath(output.rstrip('/')).name}"
-
-
-@flow(name="train-online", flow_run_name=run_name, persist_result=True, result_serializer="json")
+@flow(name="train-online", flow_run_name=named_after("train", "output"), persist_result=True, result_serializer="json")
 def train_online(config: TrainRun) -> dict[str, Any]:
     """Train a drafter online: the target's features are computed as they are needed and never stored.
 

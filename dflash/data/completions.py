@@ -102,7 +102,7 @@ def _read_line(line: Line, file: str) -> Completion | Reject | None:
 
 
 def _complete(record: dict[str, Any], file: str, line: int, byte_offset: int) -> Completion:
-    kwargs = _object(record, "chat_template_kwargs")
+    kwargs = optional_object(record, "chat_template_kwargs")
     messages = _messages(record, thinking_off=kwargs.get("enable_thinking") is False)
     finish_reason = _finish_reason(record)
     output_token_ids = _token_ids(record, "output_token_ids")
@@ -202,7 +202,12 @@ def _count(record: dict[str, Any], name: str) -> int | None:
     raise bad_field(name, "an integer of at least 0", value)
 
 
-def _object(record: dict[str, Any], name: str) -> dict[str, Any]:
+def optional_object(record: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a field that holds an object, empty where the record has none.
+
+    Raises:
+        RecordError: it is something else, or holds NaN or infinity.
+    """
     value = record.get(name)
     if value is None:
         return {}

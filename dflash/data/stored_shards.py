@@ -150,12 +150,15 @@ def _verified_bytes(path: Path, sha256: str) -> bytes:
         IntegrityError: it has another content.
     """
     content = path.read_bytes()
-    found = sha256_hex(content)
-    if found != sha256:
-        raise IntegrityError(
-            f"{path} was damaged: expected sha256 {sha256}, found {found}. Run again: it is made anew."
-        )
+    _require_sha256(path, sha256_hex(content), sha256)
     return content
+
+
+def _require_sha256(path: Path, found: str, expected: str) -> None:
+    if found != expected:
+        raise IntegrityError(
+            f"{path} was damaged: expected sha256 {expected}, found {found}. Run again: the shard is made anew."
+        )
 
 
 def _is_damaged(store: Store, key: str, sha256: str) -> bool:
@@ -231,10 +234,5 @@ class ShardIndexes(Sequence[pa.Table]):
             return ShardIndexes(self._entries[place], self._path_of)
         entry = self._entries[place]
         path = self._path_of(entry)
-        found = file_sha256(path)
-        if found != entry.index_sha256:
-            raise IntegrityError(
-                f"{path} was damaged: expected sha256 {entry.index_sha256}, found {found}. Run again: the shard is "
-                "made anew."
-            )
+        _require_sha256(path, file_sha256(path), entry.index_sha256)
         return read_index(path)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
 from dflash.config import RunModel
 
 ExportFormat = Literal["sglang", "vllm", "speculators"]
+
+# Written last: an export with it is whole.
+EXPORT_CONFIG: Final = "config.json"
 
 
 class DecodeConfig(RunModel):

@@ -13,13 +13,13 @@ import torch
 from dflash.data.tokenizer import load_tokenizer
 from dflash.errors import GateError, ModelError, UsageError
 from dflash.eval.acceptance import evaluate
-from dflash.eval.config import DecodeConfig, EvaluateRun, ExportRun
+from dflash.eval.config import EXPORT_CONFIG, DecodeConfig, EvaluateRun, ExportRun
 from dflash.eval.job import decode_options, load_speculator
 from dflash.eval.model_card import CARD, Remeasured, model_card
 from dflash.eval.prompts import read_prompts
 from dflash.eval.record import EvaluationRecord, read_evaluation
 from dflash.eval.speculate import Speculator
-from dflash.eval.subject import EXPORT_CONFIG, Subject, open_subject
+from dflash.eval.subject import Subject, open_subject
 from dflash.model.export import ExportOptions, TargetParts, export_drafter, load_drafter
 from dflash.model.features import Target
 from dflash.model.speculators_layout import Verifier
@@ -74,7 +74,7 @@ def export_run(run: ExportRun, credentials: S3Credentials | None, cache: Path) -
     output = open_store(run.output, credentials)
     leftovers = _leftovers(output)
     job = _Export(run, subject, evaluation, credentials)
-    local = output.local_path("config.json")
+    local = output.local_path(EXPORT_CONFIG)
     if local is not None:
         files = job.write(local.parent)
     else:

@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from dflash.errors import IntegrityError, ModelError, ObjectNotFoundError, UsageError
+from dflash.eval.config import EXPORT_CONFIG
 from dflash.model.drafter import Drafter
 from dflash.model.export import drafter_of, load_drafter, read_config
 from dflash.model.layout import DrafterConfig
@@ -20,7 +21,6 @@ from dflash.storage.files import file_sha256
 from dflash.train.checkpoint import RECORD, WEIGHTS, load_weights, read_record
 from dflash.train.newest import newest_checkpoint
 
-EXPORT_CONFIG: Final = "config.json"
 _MAX_TEXT_BYTES: Final = 256 << 20
 
 

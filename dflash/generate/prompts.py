@@ -17,10 +17,11 @@ import msgspec
 from pydantic import ValidationError
 
 from dflash.data.chat import RESERVED_KWARGS
+from dflash.data.completions import optional_object
 from dflash.data.lines import ReadLimits, iter_lines
 from dflash.data.messages import ROLE_ALIASES, normalise_message
 from dflash.data.records import Reason, bad_field
-from dflash.data.strict_json import check_finite, check_value, parse_json
+from dflash.data.strict_json import check_value, parse_json
 from dflash.errors import RecordError, UsageError
 from dflash.generate.config import SamplingOptions
 from dflash.storage import S3Credentials, Store, open_store
@@ -181,10 +182,10 @@ def read_prompt(record: Any, *, strip_answers: bool = False) -> Prompt:
     if not isinstance(record, Mapping):
         raise RecordError(Reason.NOT_AN_OBJECT, "expected an object with id and messages")
     tools = _list_of_objects(record, "tools")
-    kwargs = _object(record, "chat_template_kwargs")
+    kwargs = optional_object(record, "chat_template_kwargs")
     if reserved := RESERVED_KWARGS.intersection(kwargs):
         raise bad_field("chat_template_kwargs", "no name that rendering itself sets", sorted(reserved))
-    sampling = _object(record, "sampling")
+    sampling = optional_object(record, "sampling")
     if sampling:
         _check_sampling(sampling)
     source = record.get("source")
@@ -277,16 +278,6 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
         SamplingOptions.model_validate(sampling)
     except ValidationError as error:
         raise bad_field("sampling", "values in range", str(error.errors()[0]["msg"])) from None
-
-
-def _object(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = record.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise bad_field(name, "an object", value)
-    check_finite(value, name)
-    return value
 
 
 def _list_of_objects(record: Mapping[str, Any], name: str) -> list[Any] | None:

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash.errors import IntegrityError, StorageError, TrainingError
+from dflash.storage.files import file_sha256
 
 WEIGHTS, OPTIMIZER, RECORD = "model.safetensors", "optimizer.pt", "checkpoint.json"
 
@@ -205,8 +206,7 @@ def _record_digest(record: Mapping[str, Any]) -> str:
 
 def _sha256(path: Path) -> str:
     try:
-        with path.open("rb", buffering=0) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_sha256(path)
     except OSError as error:
         raise IntegrityError(f"{path} can't be read: {error}. Resume from an older checkpoint.") from error
 

@@ -45,13 +45,11 @@ class LossVocabulary:
     """The commonest ids, and how to sample the others.
 
     Attributes:
-        common_C: int64, ascending.
-        place_V: int64, place of each id in `common_C`, -1 where it has none.
-        common_head_CH: the head's rows of these.
+        place_V: int64, place of each id among the commonest in order of id, -1 where it has none.
+        common_head_CH: the head's rows of the commonest.
         num_drawn: ids drawn from all others.
     """
 
-    common_C: Tensor
     place_V: Tensor
     common_head_CH: Tensor
     num_drawn: int
@@ -70,7 +68,7 @@ class LossVocabulary:
         common_C = torch.from_numpy(common).to(head_VH.device)
         place_V = torch.full((len(counts_V),), -1, dtype=torch.int64, device=head_VH.device)
         place_V[common_C] = torch.arange(len(common_C), device=head_VH.device)
-        return cls(common_C, place_V, head_VH[common_C].contiguous(), num_drawn)
+        return cls(place_V, head_VH[common_C].contiguous(), num_drawn)
 
     def sample(self, head_VH: Tensor, targets: SlotTargets, generator: torch.Generator) -> SampledHead:
         """Draw the ids of a micro-batch.
@@ -88,11 +86,11 @@ class LossVocabulary:
         chosen = torch.randint(len(candidates), (self.num_drawn,), generator=generator) if len(candidates) else None
         drawn = candidates[:0] if chosen is None else candidates[torch.unique(chosen).to(candidates.device)]
         extra = torch.cat([rare, drawn])
-        offset_E = torch.zeros(len(self.common_C) + len(extra), device=head_VH.device)
+        offset_E = torch.zeros(len(self.common_head_CH) + len(extra), device=head_VH.device)
         if len(drawn):
             offset_E[-len(drawn) :] = math.log(len(candidates) / len(drawn))
         place_V = self.place_V.clone()
-        place_V[extra] = torch.arange(len(self.common_C), len(offset_E), device=head_VH.device)
+        place_V[extra] = torch.arange(len(self.common_head_CH), len(offset_E), device=head_VH.device)
         # A label that doesn't count may be none of these ids: any place will do.
         renumbered = replace(targets, label_NL=place_V[targets.label_NL].clamp(min=0))
         return SampledHead(torch.cat([self.common_head_CH, head_VH[extra]]), offset_E, renumbered)

@@ -159,8 +159,8 @@ def _look_near(drafter: Drafter, embedding_VH: Tensor, probe: _Probe) -> None:
 
     keys_GDH = attention.k_proj.weight.view(config.num_key_value_heads, config.head_dim, -1)
     size = (keys_GDH @ context_SH.T).norm(dim=1).mean()
-    narrow_D = torch.cat([_pairs(config, _NARROW), torch.zeros_like(_pairs(config, _NARROW))]).to(keys_GDH)
-    parts_D3 = size * torch.stack([narrow_D, narrow_D, -narrow_D], dim=1)
+    here_D = _ask(config, 0).to(keys_GDH)
+    parts_D3 = size * torch.stack([here_D, here_D, -here_D], dim=1)
     keys_GDH += (parts_D3 - keys_GDH @ averages_H3) @ inverse_3H
 
     queries_QDH = attention.q_proj.weight.view(config.num_attention_heads, config.head_dim, -1)
