@@ -52,9 +52,10 @@ def _train_here(run: TrainRun, show: OnStep) -> dict[str, Any]:
         raise UsageError(
             f"Training needs torch: {error}. Install the extra: pip install 'dflash-pipeline[train]'."
         ) from error
-    from dflash.train.job import Places, Watch, pick_device, train_run, use_device
+    from dflash.model.device import choose_device
+    from dflash.train.job import Places, Watch, train_run, use_device
 
-    device = pick_device(run.device, 0)
+    device = choose_device(run.device)
     use_device(run, device)
     with stop_on_signal(signal.SIGTERM, signal.SIGINT) as asked:
         return train_run(run, Places(home() / "work", store_credentials()), Watch(asked, show), device)

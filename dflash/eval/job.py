@@ -25,6 +25,7 @@ from dflash.eval.report import OVERALL
 from dflash.eval.sampling import Sampling
 from dflash.eval.speculate import Decoded, DecodeOptions, Speculator
 from dflash.eval.subject import Subject, open_subject
+from dflash.model.device import choose_device
 from dflash.model.features import Target
 from dflash.storage import S3Credentials
 from dflash.train.environment import fingerprint
@@ -134,10 +135,8 @@ def load_speculator(run: EvaluateRun, subject: Subject, name: str) -> Speculator
         UsageError: CUDA is asked for and isn't there.
         ModelError: the drafter was made for another target.
     """
-    device = "cuda" if run.device == "auto" and torch.cuda.is_available() else run.device.replace("auto", "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device is cuda, but torch sees no CUDA device here. Use device auto or cpu.")
-    kind = {"cpu": "float32", "cuda": "bfloat16"}[device] if run.dtype == "auto" else run.dtype
+    device = choose_device(run.device)
+    kind = {"cpu": "float32", "cuda": "bfloat16"}[device.type] if run.dtype == "auto" else run.dtype
     dtype: torch.dtype = getattr(torch, kind)
     layers = subject.config.target_layer_ids
     target = Target.load(name, layers, device, dtype, trust_remote_code=run.trust_remote_code)

@@ -15,10 +15,11 @@ import torch
 import uvicorn
 
 from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
-from dflash.errors import ServiceError, UsageError
+from dflash.errors import ServiceError
 from dflash.eval.job import require_same_target
 from dflash.eval.speculate import Speculator
 from dflash.eval.subject import open_subject
+from dflash.model.device import choose_device
 from dflash.model.features import Target
 from dflash.model.target_loading import load_model
 from dflash.serving.chat_api import ChatServer
@@ -39,7 +40,7 @@ class ServeOptions:
         host: address; the loopback interface unless told otherwise.
         port: 0 takes a free one.
         max_batch: most prompts decoded at a time.
-        device: `cpu` or `cuda`.
+        device: `cpu`, `cuda` or `auto`.
     """
 
     target: str
@@ -64,11 +65,11 @@ def serve(options: ServeOptions, credentials: S3Credentials | None, cache: Path,
         ServiceError: the address can't be had.
         UsageError: there is no such device here.
     """
-    _check_device(options.device)
+    device = choose_device(options.device)
     listening = _listen(options.host, options.port)
     with listening:
         tokenizer = load_tokenizer(options.target)
-        model, speculator = _load(options, credentials, cache)
+        model, speculator = _load(options, device, credentials, cache)
         ends = end_ids(model, tokenizer)
         with Engine(model, ends, speculator, options.max_batch) as engine:
             limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_CONTEXT
@@ -115,14 +116,6 @@ class _Server(uvicorn.Server):
         self._ready()
 
 
-def _check_device(name: str) -> None:
-    if name not in ("cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
-        raise UsageError(
-            f"--device {name} can't be used: expected cpu, or cuda where there is a GPU; "
-            f"{torch.cuda.device_count()} are visible here."
-        )
-
-
 def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=1024)
@@ -130,11 +123,13 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ServiceError(f"{host}:{port} can't be listened at: {error}. Choose another --host or --port.") from error
 
 
-def _load(options: ServeOptions, credentials: S3Credentials | None, cache: Path) -> tuple[Any, Speculator | None]:
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+def _load(
+    options: ServeOptions, device: torch.device, credentials: S3Credentials | None, cache: Path
+) -> tuple[Any, Speculator | None]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if options.drafter is None:
-        return load_model(options.target, dtype, trust_remote_code=False).to(options.device).eval(), None
+        return load_model(options.target, dtype, trust_remote_code=False).to(device).eval(), None
     subject = open_subject(options.drafter, credentials, cache)
-    target = Target.load(options.target, subject.config.target_layer_ids, options.device, dtype)
+    target = Target.load(options.target, subject.config.target_layer_ids, device, dtype)
     require_same_target(subject, target, options.target)
-    return target.model, Speculator(target, subject.load(dtype).to(options.device))
+    return target.model, Speculator(target, subject.load(dtype).to(device))

@@ -21,12 +21,13 @@ from typing import Any
 import psutil
 import torch
 
+from dflash.data.batches import BatchState
 from dflash.data.copying import put_current
 from dflash.data.dataset import DatasetRoot
 from dflash.data.thinking import count_thinking
 from dflash.data.tokenizer import load_tokenizer
 from dflash.data.version_shards import VersionShards
-from dflash.errors import TokenizerError, TrainingError, UsageError
+from dflash.errors import TokenizerError, TrainingError
 from dflash.manifest import Manifest
 from dflash.model.features import Target
 from dflash.storage import S3Credentials, join_uri, open_store, parse_uri
@@ -42,7 +43,10 @@ from dflash.train.preflight import Prepared, prepare
 from dflash.train.resume import DataIdentity, check_resumable
 from dflash.train.run import TrainRun
 from dflash.train.savings import check_memory
+from dflash.train.seats import Seat
 from dflash.train.setup import build_drafter
+from dflash.train.split_drafter import ReceivedFeatures
+from dflash.train.split_run import run_target_rank
 from dflash.train.world import World
 
 log = logging.getLogger(__name__)
@@ -97,12 +101,22 @@ def train_run(run: TrainRun, places: Places, watch: Watch, device: torch.device)
         _guard(run_dir, ready, DataIdentity.of(run.dataset, ready.manifest, run.target))
         dtype = _check_device(run, ready, device, world.size)
         source = _open_shards(run, places, ready.manifest, world)
+        seat = Seat.take(ready.config.topology)
+        layers, trusted = ready.network.target_layer_ids, run.trust_remote_code
+
+        def load() -> Target:
+            return Target.load(run.target, layers, device, dtype, trust_remote_code=trusted)
+
+        if seat.target_number is not None:
+            run_target_rank(seat, ready.config, load, source, _beginning(run_dir))
+            return {}
         thinking = thinking_mix(run, ready.manifest, source) if world.is_first else {}
         identity = DataIdentity.of(run.dataset, ready.manifest, run.target, thinking)
-        hooks = Hooks(watch.should_stop, None if mirror is None else mirror.upload, watch.on_step, identity)
-        layers, trusted = ready.network.target_layer_ids, run.trust_remote_code
-        target = Target.load(run.target, layers, device, dtype, trust_remote_code=trusted)
-        drafter = build_drafter(ready.config, ready.network, target)
+        upload = None if mirror is None else mirror.upload
+        hooks = Hooks(watch.should_stop, upload, watch.on_step, identity, seat.trainers)
+        target = load() if seat.peers is None else _received(seat, ready, device)
+        ends = target.ends if isinstance(target, ReceivedFeatures) else target
+        drafter = build_drafter(ready.config, ready.network, ends, seat.trainers)
         result = Run(ready.config, target, drafter, source, run_dir, hooks).train()
         if result.status == "finished":
             source.close()
@@ -126,22 +140,6 @@ def thinking_mix(run: TrainRun, manifest: Manifest, source: VersionShards) -> di
         return {}
     first = next(index for index, rows in enumerate(source.num_rows) if rows)
     return count_thinking(source.fetch(first), source.num_rows[first], tokenizer)
-
-
-def pick_device(choice: str, local_rank: int) -> torch.device:
-    """Return the device of a rank.
-
-    Raises:
-        UsageError: CUDA is wanted and there is none for this rank.
-    """
-    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise UsageError(
-            f"Rank {local_rank} has no CUDA device: {torch.cuda.device_count()} are visible. Lower num_processes, or "
-            "set device to cpu."
-        )
-    return torch.device("cuda", local_rank)
 
 
 def use_device(run: TrainRun, device: torch.device) -> None:
@@ -195,6 +193,17 @@ def _guard(run_dir: Path, ready: Prepared, identity: DataIdentity) -> None:
     latest = CheckpointFolder(run_dir / CHECKPOINTS).latest()
     if latest is not None:
         check_resumable(read_record(latest), ready.config, identity, fingerprint(), run_dir)
+
+
+def _received(seat: Seat, ready: Prepared, device: torch.device) -> ReceivedFeatures:
+    kl = ready.config.loss.objective == "kl"
+    return ReceivedFeatures(seat, device, ready.network.feature_size, final=kl)
+
+
+def _beginning(run_dir: Path) -> BatchState:
+    """Where the order goes on: as the newest checkpoint says, else at its beginning."""
+    latest = CheckpointFolder(run_dir / CHECKPOINTS).latest()
+    return BatchState() if latest is None else BatchState.from_json(read_record(latest)["progress"]["batch"])
 
 
 def _check_device(run: TrainRun, ready: Prepared, device: torch.device, world_size: int) -> torch.dtype:

@@ -16,8 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from dflash.errors import DflashError
+from dflash.model.device import choose_device
 from dflash.storage import S3Credentials
-from dflash.train.job import Places, Watch, pick_device, train_run, use_device
+from dflash.train.job import Places, Watch, train_run, use_device
 from dflash.train.launch import TrainJob, write_result
 from dflash.train.leash import should_stop
 from dflash.train.stopping import stop_on_signal
@@ -42,7 +43,7 @@ def main(path: Path) -> int:
 
 def _train(job: TrainJob, watch: Watch) -> dict[str, Any]:
     places = Places(job.work, S3Credentials(endpoint_url=job.endpoint_url, region=job.region))
-    device = pick_device(job.run.device, int(os.environ.get("LOCAL_RANK", "0")))
+    device = choose_device(job.run.device, int(os.environ.get("LOCAL_RANK", "0")))
     use_device(job.run, device)
     if not dist.is_torchelastic_launched():
         return train_run(job.run, places, watch, device)
