@@ -17,6 +17,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from dflash.data.template_trace import TracedTemplate
 from dflash.errors import RecordError, TokenizerError
 
 THINKING_FLAG = "enable_thinking"
@@ -59,12 +60,16 @@ class ChatTemplate:
     reacts_to_thinking: bool = field(init=False)
     _compiled: Any = field(init=False, repr=False, compare=False)
     _compiled_tools: Any = field(init=False, repr=False, compare=False)
+    _replayed: TracedTemplate = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         compiled = _compile(self.source)
         object.__setattr__(self, "_compiled", compiled)
         tools = compiled if self.tool_source is None else _compile(self.tool_source)
         object.__setattr__(self, "_compiled_tools", tools)
+        object.__setattr__(
+            self, "_replayed", TracedTemplate(compiled, self.source, lambda names: _render(compiled, names))
+        )
         object.__setattr__(self, "reacts_to_thinking", self._probe_thinking())
 
     @property
@@ -94,17 +99,10 @@ class ChatTemplate:
             RecordError: `template_error`; the template refused the messages or failed on them.
         """
         variables = {"strftime_now": FIXED_CLOCK.strftime, "documents": None, **self.special_tokens, **kwargs}
-        variables.update(messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt)
-        compiled = self._compiled_tools if tools else self._compiled
-        try:
-            text: str = compiled.render(variables)
-        except _RENDER_ERRORS as error:
-            raise RecordError(
-                "template_error",
-                f"the chat template can't render this conversation of {len(messages)} messages: "
-                f"{type(error).__name__}: {error}",
-            ) from error
-        return text
+        variables.update(tools=tools or None, add_generation_prompt=add_generation_prompt)
+        if tools:
+            return _render(self._compiled_tools, {**variables, "messages": messages})
+        return self._replayed.render(messages, variables, _kind(kwargs, add_generation_prompt))
 
     def turn_kwargs(self, record_kwargs: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:
         """What the request that sampled `message` passed to the template.
@@ -149,6 +147,31 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
             plain.setdefault("thinking", plain["reasoning_content"])
         prepared.append(plain)
     return prepared
+
+
+def _render(compiled: Any, variables: Mapping[str, Any]) -> str:
+    try:
+        text: str = compiled.render(variables)
+    except _RENDER_ERRORS as error:
+        raise RecordError(
+            "template_error",
+            f"the chat template can't render this conversation of {len(variables['messages'])} messages: "
+            f"{type(error).__name__}: {error}",
+        ) from error
+    return text
+
+
+def _kind(kwargs: Mapping[str, Any], add_generation_prompt: bool) -> tuple[Any, ...] | None:
+    """Equal for equal arguments of a template; None where a value isn't a plain one."""
+    kind: list[Any] = [add_generation_prompt]
+    for name, value in kwargs.items():
+        if value.__class__ not in _PLAIN:
+            return None
+        kind += [name, value.__class__, value]  # 1, 1.0 and True are equal and print differently
+    return tuple(kind)
+
+
+_PLAIN = (str, int, float, bool, type(None))
 
 
 def _compile(source: str) -> Any:

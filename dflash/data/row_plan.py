@@ -171,6 +171,9 @@ def _verbatim(turn: Turn) -> Segment | None:
     White space beside the trace and the answer replaces the template's own there; white space before the trace
     belongs to the prompt.
     """
+    values = [turn.message.get(field) for field in ("reasoning_content", "content")]
+    if all(not isinstance(value, str) or value == value.strip() for value in values):
+        return None
     sampled, rest = "", turn.sampled
     for field in ("reasoning_content", "content"):
         value = turn.message.get(field)

@@ -16,6 +16,8 @@ from dflash.errors import RecordError
 
 # Rendered in place of a trace or an answer to see what the template puts around it.
 SENTINEL = "\ue001dflash\ue002"
+_FIRST_CHARACTERS = 48
+_PRINTED_FIELDS = frozenset({"role", "content", "reasoning_content", "thinking"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,14 @@ class Conversation:
         render = _TurnRender(self, history, kwargs, prompt)
         response = render.response(message)
         _require_printed(message, response)
-        spells_control = self.controls.spelled_in(dict(message))
-        spans = render.template_controls(message, response) if spells_control else self.controls.spans(response)
+        spans = self.controls.spans(response)
         terminator = _terminator(spans, response)
+        spells_control = not _is_only_terminator(spans, terminator, message, response) and self.controls.spelled_in(
+            dict(message)
+        )
+        if spells_control:
+            spans = render.template_controls(message, response)
+            terminator = _terminator(spans, response)
         if ended:
             sampled_end = terminator[1] if terminator else len(response)
         else:
@@ -174,7 +181,7 @@ def _require_printed(message: Mapping[str, Any], response: str) -> None:
         value = message.get(field)
         texts = [value] if isinstance(value, str) else [_text([part]) for part in value or ()]
         for text in texts:
-            if text.strip() not in response:
+            if not _is_part(text.strip(), response):
                 raise RecordError(
                     "template_error",
                     f"the chat template doesn't print the {field} of the last turn as it is: "
@@ -189,6 +196,26 @@ def _require_printed(message: Mapping[str, Any], response: str) -> None:
                 f"the chat template doesn't print the last turn's call of {name!r}. The target sampled it, so use the "
                 f"template of the server that sampled it, or record output_token_ids.",
             )
+
+
+def _is_only_terminator(
+    spans: Sequence[tuple[int, int]], terminator: tuple[int, int] | None, message: Mapping[str, Any], response: str
+) -> bool:
+    """Whether the response's one control token ends it, and isn't the end of the message's own text.
+
+    The response holds the message's texts (`_require_printed`), so they then spell none: a look at one text's end in
+    place of a search through all of them. Texts in other fields are left to the search.
+    """
+    if terminator is None or len(spans) > 1 or not _PRINTED_FIELDS.issuperset(message):
+        return False
+    token = response[terminator[0] : terminator[1]]
+    return not any(_text(message.get(field)).rstrip().endswith(token) for field in ("reasoning_content", "content"))
+
+
+def _is_part(part: str, text: str) -> bool:
+    """Whether `text` holds `part`: looks where the first characters of a long part are before it looks everywhere."""
+    at = text.find(part[:_FIRST_CHARACTERS])
+    return at >= 0 and (text.startswith(part, at) or part in text)
 
 
 def _terminator(spans: Sequence[tuple[int, int]], response: str) -> tuple[int, int] | None:
