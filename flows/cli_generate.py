@@ -63,12 +63,13 @@ def spot_check_command(
     batch: Annotated[str, typer.Argument(help="Folder of a batch that dflash generate wrote.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Look at a batch: mix, loops, refusals, traces without answers, and samples to read."""
+    """Look at a batch: whole parts, mix, loops, refusals, traces without answers, and samples to read."""
     from dflash.generate.parts import BATCH_LIMITS, BatchLog
     from dflash.generate.report import assess_batch, render_markdown
 
     log = BatchLog(open_store(batch, store_credentials(), BATCH_LIMITS))
     log.load()
+    log.verify()
     report = assess_batch(log.store, log.counts)
     sys.stdout.write(json.dumps(report.to_json(), ensure_ascii=False) + "\n" if as_json else render_markdown(report))
 

@@ -32,7 +32,7 @@ class Look(TypedDict):
     """The line of a part's index for a record; what another program wrote is held to it."""
 
     id: Annotated[str, msgspec.Meta(min_length=1)]
-    request: str
+    request: Annotated[str, msgspec.Meta(min_length=1)]
     source: str | None
     finish: str
     output_tokens: int | None

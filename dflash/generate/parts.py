@@ -1,7 +1,7 @@
 """A batch on the store: an append-only log of parts, each written whole, no id twice.
 
 ```
-<batch>/part-00000.jsonl            records; immutable
+<batch>/part-00000.jsonl            records; immutable; an empty one is the end of the log
 <batch>/_parts/part-00000.json      what is counted of each record; made from the part, may be made again
 <batch>/_failures/run-00000.ndjson  prompts that a run gave up; each line is a prompt, so the file can be used as one
 <batch>/_report.json, _report.md    spot checks
@@ -11,6 +11,10 @@
 The next part's name is the next number, put if absent: of any number of writers one gets it. A writer that finds the
 name taken reads that part, leaves its ids out of its own, and tries the number behind it. Before a part is written all
 parts with smaller numbers are known, so no id can be in two of them, whoever writes and whoever is killed.
+
+A run that has nothing left to ask closes the log in the same way: it takes the next number for an empty part. A slower
+writer either was there first, and its part belongs to the batch, or finds the empty one and adds nothing. `_SUCCESS` is
+written behind that.
 """
 
 from __future__ import annotations
@@ -24,54 +28,18 @@ from typing import Any, Final
 
 import msgspec
 
-from dflash.data.discovery import PARTS_PREFIX, SUCCESS
-from dflash.data.strict_json import parse_json
-from dflash.errors import (
-    DamagedDatasetError,
-    IntegrityError,
-    ObjectNotFoundError,
-    RecordError,
-    StorageError,
-    UsageError,
-)
-from dflash.generate.looks import BatchCounts, Look, look_at
+from dflash.data.discovery import SUCCESS
+from dflash.errors import DamagedDatasetError, IntegrityError, ObjectNotFoundError, StorageError, UsageError
+from dflash.generate.looks import BatchCounts
+from dflash.generate.part_index import Part, PartIndex, checked_look, find_record, put_index, read_index, read_part
 from dflash.generate.prompts import digest_of
 from dflash.generate.spool import read_lines
-from dflash.manifest import sha256_hex
 from dflash.storage import ObjectInfo, Store, TransferLimits
 
-FORMAT_VERSION: Final = 1
 # Parts are one conditional PUT: of racing multipart uploads more than one may be told that it won.
 BATCH_LIMITS: Final = TransferLimits(multipart_threshold_bytes=1 << 30)
-PART_BYTES: Final = 256 << 20
 _PART: Final = re.compile(r"part-(\d{5,})\.jsonl")
 _READERS: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part on the store."""
-
-    key: str
-    size: int
-    sha256: str
-    num_records: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Entry of `_SUCCESS`."""
-        return {"part": self.key, "size": self.size, "sha256": self.sha256, "num_records": self.num_records}
-
-
-@dataclass(frozen=True, slots=True)
-class _PartIndex:
-    """A part and what is counted of each of its records."""
-
-    part: Part
-    looks: tuple[Look, ...]
-
-    def to_bytes(self) -> bytes:
-        """The index object."""
-        return msgspec.json.encode({"format_version": FORMAT_VERSION, **self.part.to_json(), "records": self.looks})
 
 
 @dataclass(slots=True)
@@ -83,13 +51,18 @@ class BatchLog:
         parts: in order of their numbers.
         done: digest of each id that a part holds, and the first half of its request's hash.
         counts: of all records.
+        is_closed: an empty part ends the log.
+        num_own: parts that this process added.
     """
 
     store: Store
     parts: list[Part] = field(default_factory=list)
     done: dict[bytes, bytes] = field(default_factory=dict)
     counts: BatchCounts = field(default_factory=BatchCounts)
+    is_closed: bool = False
+    num_own: int = 0
     _next: int = 0
+    _unread: list[Part] = field(default_factory=list)
 
     def load(self) -> None:
         """Read what the batch holds and this process doesn't know yet.
@@ -99,7 +72,8 @@ class BatchLog:
         """
         listed = [item for item in self.store.list("") if _PART.fullmatch(item.key) and _number(item.key) >= self._next]
         with ThreadPoolExecutor(_READERS) as readers:
-            for index in readers.map(self._read, sorted(listed, key=lambda item: _number(item.key))):
+            in_order = sorted(listed, key=lambda item: _number(item.key))
+            for index in readers.map(lambda info: read_index(self.store, info), in_order):
                 self._know(index)
 
     def is_complete(self) -> bool:
@@ -118,23 +92,74 @@ class BatchLog:
             UsageError: another run has completed the batch without these records.
         """
         while lines := self._new_lines(path):
-            if self.is_complete():
+            if self.is_closed or self.is_complete():
                 self.load()
                 self._require_known(path)
                 return 0
             data = b"".join(line for line, _ in lines)
-            key = f"part-{self._next:05d}.jsonl"
+            index = PartIndex.of(self._next_key, data, (checked_look(record) for _, record in lines))
             try:
-                self.store.put_if_absent(key, data)
+                self.store.put_if_absent(index.part.key, data)
             except IntegrityError:
-                self._know(self._read(self._taken(key)))
+                self._know(read_index(self.store, self._taken(index.part.key)))
                 continue
-            part = Part(key, len(data), sha256_hex(data), len(lines))
-            index = _PartIndex(part, msgspec.convert([look_at(record) for _, record in lines], tuple[Look, ...]))
-            self._put_index(index)
+            put_index(self.store, index)
             self._know(index)
+            self.num_own += 1
             return len(lines)
         return 0
+
+    def close(self) -> None:
+        """Let no part be added any more; parts that another run added meanwhile are known afterwards."""
+        while not self.is_closed:
+            key = self._next_key
+            try:
+                self.store.put_if_absent(key, b"")
+            except IntegrityError:
+                self._know(read_part(self.store, self._taken(key)))
+            else:
+                self.is_closed = True
+
+    def verify(self) -> None:
+        """Read through the parts that only their indexes told of.
+
+        Raises:
+            DamagedDatasetError: bytes that aren't those of the index; names the parts.
+        """
+        with ThreadPoolExecutor(_READERS) as readers:
+            is_whole = list(readers.map(self._is_whole, self._unread))
+        damaged = [part.key for part, good in zip(self._unread, is_whole, strict=True) if not good]
+        if damaged:
+            raise DamagedDatasetError(
+                f"{self.store.uri}: {len(damaged)} of {len(self.parts)} parts don't have the SHA-256 that they were "
+                f"written with: {', '.join(damaged[:10])}. Put them back from a copy. Or, where there is no {SUCCESS} "
+                "yet and no run goes on, remove each with its index below _parts/ and run again: their prompts are "
+                "then asked again."
+            )
+        self._unread.clear()
+
+    def _is_whole(self, part: Part) -> bool:
+        try:
+            self.store.verify(part.key, sha256=part.sha256)
+        except IntegrityError:
+            return False
+        return True
+
+    def first_record(self) -> dict[str, Any] | None:
+        """A record of the batch, if there is any."""
+        first = next((part for part in self.parts if part.num_records), None)
+        if first is None:
+            return None
+        looks = read_index(self.store, self.store.head(first.key)).looks
+        return find_record(self.store, first, looks[0]["id"])
+
+    def find(self, prompt_id: str) -> dict[str, Any] | None:
+        """The record of an id; looks through the indexes one after another."""
+        for part in self.parts:
+            index = read_index(self.store, self.store.head(part.key))
+            if any(look["id"] == prompt_id for look in index.looks):
+                return find_record(self.store, part, prompt_id)
+        return None
 
     def _require_known(self, path: Path) -> None:
         if lines := self._new_lines(path):
@@ -188,43 +213,16 @@ class BatchLog:
         except ObjectNotFoundError:
             raise StorageError(f"{self.store.uri}/{key} could not be written whole; run this again.") from None
 
-    def _read(self, info: ObjectInfo) -> _PartIndex:
-        """A part by its index, or by itself where the index is missing or isn't this part's."""
-        try:
-            index = parse_json(self.store.read(_index_key(info.key), max_bytes=PART_BYTES))
-            looks = msgspec.convert(index["records"], tuple[Look, ...])
-            expected = (FORMAT_VERSION, info.key, info.size, len(looks))
-            if tuple(index[name] for name in ("format_version", "part", "size", "num_records")) == expected:
-                return _PartIndex(Part(info.key, info.size, str(index["sha256"]), len(looks)), looks)
-        except ObjectNotFoundError:
-            whole = self._read_whole(info)
-            self._put_index(whole)
-            return whole
-        except (RecordError, LookupError, TypeError, msgspec.ValidationError):
-            pass
-        return self._read_whole(info)
+    @property
+    def _next_key(self) -> str:
+        return f"part-{self._next:05d}.jsonl"
 
-    def _read_whole(self, info: ObjectInfo) -> _PartIndex:
-        data = self.store.read(info.key, expect=info)
-        looks: list[Look] = []
-        for number, line in enumerate(data.split(b"\n"), 1):
-            if line:
-                try:
-                    looks.append(msgspec.convert(look_at(parse_json(line)), Look))
-                except (RecordError, LookupError, TypeError, AttributeError, msgspec.ValidationError) as error:
-                    raise DamagedDatasetError(
-                        f"{self.store.uri}/{info.key}, line {number}, is no record that this command wrote: {error}. "
-                        "Generate into a folder of its own."
-                    ) from error
-        return _PartIndex(Part(info.key, info.size, sha256_hex(data), len(looks)), tuple(looks))
-
-    def _put_index(self, index: _PartIndex) -> None:
-        try:
-            self.store.put_if_absent(_index_key(index.part.key), index.to_bytes())
-        except IntegrityError:  # another version of this code wrote it; the part itself is what counts
-            return
-
-    def _know(self, index: _PartIndex) -> None:
+    def _know(self, index: PartIndex) -> None:
+        if self.is_closed:
+            raise DamagedDatasetError(
+                f"{self.store.uri}/{index.part.key} lies behind an empty part, which ends a batch. It was changed by "
+                "another program: take it apart, or generate into a new folder."
+            )
         for look in index.looks:
             digest = digest_of(look["id"])
             if digest in self.done:
@@ -234,8 +232,12 @@ class BatchLog:
                 )
             self.done[digest] = short_hash(look["request"])
             self.counts.add(look, index.part.key)
-        self.parts.append(index.part)
         self._next = _number(index.part.key) + 1
+        self.is_closed = not index.part.size
+        if index.part.size:
+            self.parts.append(index.part)
+        if not index.is_read:
+            self._unread.append(index.part)
 
 
 def short_hash(request_hash: str) -> bytes:
@@ -247,7 +249,3 @@ def _number(key: str) -> int:
     found = _PART.fullmatch(key)
     assert found is not None, "callers filter by the pattern"
     return int(found[1])
-
-
-def _index_key(key: str) -> str:
-    return f"{PARTS_PREFIX}{key}".removesuffix("l")

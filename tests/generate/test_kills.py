@@ -7,8 +7,6 @@ import os
 import signal
 import threading
 import time
-import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,32 +18,14 @@ from dflash.generate.config import GenerateRun
 from dflash.generate.spool import OPEN
 from dflash.storage import Store, open_store
 from tests.generate.conftest import MakeRun, completions, generate, records
+from tests.generate.killed_run import run_in_child
 from tests.generate.stub_server import Stub, serving
 from tests.storage.faults import FaultPlan, FaultStore
 
 NUM_PROMPTS = 25
 IDS = sorted(f"q-{number}" for number in range(NUM_PROMPTS))
-# Three parts with their indexes, then `_SUCCESS`.
-NUM_WRITES = 7
-
-
-def run_in_child(run: GenerateRun, work: Path, plan: FaultPlan, watch: Callable[[int], None] = lambda _: None) -> int:
-    """Run in a forked process, which shares nothing with this one but files and the server; return its wait status.
-
-    Forked and not spawned, since starting anew takes seconds for each of two dozen points; only the folder store is
-    used there.
-    """
-    child = os.fork()
-    if child == 0:
-        try:
-            session_module.open_store = lambda *_: FaultStore(open_store(run.batch), plan)  # type: ignore[assignment]
-            generate(run, work)
-        except BaseException:  # noqa: BLE001 (the child must never go on as a test)
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    watch(child)
-    return os.waitpid(child, 0)[1]
+# Three parts with their indexes, the empty part that ends the log, then `_SUCCESS`.
+NUM_WRITES = 8
 
 
 def check_rerun(run: GenerateRun, work: Path) -> None:
@@ -53,7 +33,9 @@ def check_rerun(run: GenerateRun, work: Path) -> None:
     assert generate(run, work).is_complete
     batch = Path(run.batch)
     assert sorted(one.id or "" for one in completions(batch)) == IDS
-    for part in batch.glob("part-*.jsonl"):
+    *parts, end = sorted(batch.glob("part-*.jsonl"))
+    assert not end.read_bytes()
+    for part in parts:
         index = json.loads((batch / "_parts" / part.with_suffix(".json").name).read_text())
         assert [look["id"] for look in index["records"]] == [
             json.loads(line)["id"] for line in part.read_text("utf-8").splitlines()
@@ -76,7 +58,7 @@ def test_the_writes_are_those_that_are_struck(
     with serving(Stub()) as stub:
         generate(make_run(stub, NUM_PROMPTS), tmp_path / "work")
     assert len(plan.calls) == NUM_WRITES
-    assert plan.calls[-1] == "put_if_absent _SUCCESS"
+    assert plan.calls[-2:] == ["put_if_absent part-00003.jsonl", "put_if_absent _SUCCESS"]
 
 
 @pytest.mark.parametrize("point", range(1, NUM_WRITES + 1))
@@ -85,9 +67,8 @@ def test_killed_at_a_write(tmp_path: Path, make_run: MakeRun, point: int) -> Non
         for when in ("before", "after"):
             folder = tmp_path / when
             run = make_run(stub, NUM_PROMPTS, model="stub").model_copy(update={"batch": str(folder / "batch")})
-            status = run_in_child(run, folder / "work", FaultPlan(point, when, "kill"))  # type: ignore[arg-type]
-            assert os.WIFSIGNALED(status)
-            assert os.WTERMSIG(status) == signal.SIGKILL
+            plan = FaultPlan(point, when, "kill")  # type: ignore[arg-type]
+            assert run_in_child(run, folder / "work", plan) == -signal.SIGKILL
             check_rerun(run, folder / "work")
     assert max(stub.seen.values()) <= 2 + 2, "what was spooled is not asked for again"
 
@@ -103,8 +84,7 @@ def test_killed_between_requests(tmp_path: Path, make_run: MakeRun, num_requests
                 time.sleep(0.001)
             os.kill(child, signal.SIGKILL)
 
-        status = run_in_child(run, tmp_path / "work", FaultPlan(), kill)
-        assert os.WIFSIGNALED(status)
+        assert run_in_child(run, tmp_path / "work", FaultPlan(), kill) == -signal.SIGKILL
         check_rerun(run, tmp_path / "work")
     # Lost are at most the two requests that were in flight, and one whose record was being written.
     assert sum(stub.seen.values()) <= NUM_PROMPTS + 3

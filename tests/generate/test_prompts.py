@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dflash.errors import UsageError
-from dflash.generate.prompts import Prompt, open_prompts
+from dflash.generate.prompt_source import open_prompts
+from dflash.generate.prompts import Prompt
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -68,6 +69,13 @@ def test_one_id_for_two_prompts_is_refused_by_name(tmp_path: Path) -> None:
         ({"id": "a", "messages": MESSAGES, "sampling": {"temperature": -1}}, "values in range"),
         ({"id": "a", "messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "rendering itself sets"),
         ({"id": "a", "messages": MESSAGES, "source": 5}, "source: expected"),
+        ('{"id": "a", "prompt": "x", "tools": [{"function": {"maximum": 1e999}}]}', "invalid_number: tools"),
+        ('{"id": "a", "prompt": "x", "chat_template_kwargs": {"a": -1e999}}', "invalid_number: chat_template_kwargs"),
+        ('{"id": "a", "messages": [{"role": "user", "content": "x", "weight": 1e999}]}', "invalid_number: messages"),
+        ('{"id": "a", "prompt": "\\ud83d"}', "invalid_unicode"),
+        ({"id": "a" * 513, "messages": MESSAGES}, "id: expected"),
+        ({"id": "a", "messages": [*MESSAGES, {"role": "tool"}]}, "messages[1]"),
+        ({"id": "a", "messages": MESSAGES, "tools": [1]}, "tools: expected"),
     ],
 )
 def test_bad_lines_are_refused_by_place(tmp_path: Path, line: Any, message: str) -> None:

@@ -113,7 +113,15 @@ def test_counts_are_the_same_without_the_indexes(tmp_path: Path, make_run: MakeR
 
 @pytest.mark.parametrize(
     "changes",
-    [{"id": 5}, {"request": None}, {"output_tokens": "many"}, {"ratio": None}, {"script": []}, {"marks": 3}],
+    [
+        {"id": 5},
+        {"request": None},
+        {"request": ""},
+        {"output_tokens": "many"},
+        {"ratio": None},
+        {"script": []},
+        {"marks": 3},
+    ],
 )
 def test_an_index_of_other_types_is_not_believed(tmp_path: Path, make_run: MakeRun, changes: dict[str, Any]) -> None:
     with serving(Stub()) as stub:
@@ -128,9 +136,11 @@ def test_an_index_of_other_types_is_not_believed(tmp_path: Path, make_run: MakeR
         assert (found.counts, found.done, found.parts) == (expected.counts, expected.done, expected.parts)
 
 
-@pytest.mark.parametrize("changes", [{"id": 5}, {"request_hash": 5}, {"output_tokens": "many"}, {"source": [1]}])
+@pytest.mark.parametrize(
+    "changes", [{"id": 5}, {"request_hash": 5}, {"request_hash": ""}, {"output_tokens": "many"}, {"source": [1]}]
+)
 def test_a_record_of_another_program_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
-    record = {"id": "a", "messages": [{"role": "assistant", "content": "b"}]} | changes
+    record = {"id": "a", "messages": [{"role": "assistant", "content": "b"}], "request_hash": "c"} | changes
     (tmp_path / "part-00000.jsonl").write_text(json.dumps(record) + "\n", "utf-8")
     with pytest.raises(DamagedDatasetError, match=r"part-00000\.jsonl, line 1, is no record"):
         BatchLog(open_store(str(tmp_path), None)).load()

@@ -39,6 +39,7 @@ def test_a_batch_is_whole_and_read_by_our_reader(tmp_path: Path, make_run: MakeR
     success = json.loads((tmp_path / "batch" / "_SUCCESS").read_text())
     assert (success["num_records"], success["num_failed"], len(success["parts"])) == (25, 0, 3)
     assert stub.seen == {f"question {number}": 1 for number in range(25)}
+    assert (tmp_path / "batch" / "part-00003.jsonl").read_bytes() == b"", "the end of the log"
 
 
 def test_faults_lose_and_repeat_nothing(tmp_path: Path, make_run: MakeRun) -> None:
@@ -94,16 +95,6 @@ def test_order_and_number_of_prompts_may_change_between_runs(tmp_path: Path, mak
         assert generate(run, tmp_path / "other-work").num_records == 20
         assert stub.seen == {f"question {number}": 1 for number in (7, *range(12, 20))}
     assert sorted(one.id or "" for one in completions(tmp_path / "batch")) == sorted(f"q-{n}" for n in range(20))
-
-
-def test_an_id_can_not_change_its_question(tmp_path: Path, make_run: MakeRun) -> None:
-    with serving(Stub()) as stub:
-        run = make_run(stub, 3, max_failed_share=1)
-        generate(run, tmp_path / "work")
-        (tmp_path / "batch" / "_SUCCESS").unlink()
-        write_prompts(Path(run.prompts), [prompt(0), prompt(1, tools=[{"type": "function"}]), prompt(2), prompt(3)])
-        with pytest.raises(UsageError, match="The id 'q-1' has a record"):
-            generate(run, tmp_path / "work")
 
 
 def test_a_server_that_refuses_everything_stops_the_run(tmp_path: Path, make_run: MakeRun) -> None:
