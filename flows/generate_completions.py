@@ -18,8 +18,9 @@ from prefect.events import emit_event
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from dflash.generate.config import GenerateRun, RegenerateRun
+from dflash.generate.outcome import Outcome
 from dflash.generate.progress import GenerateProgress
-from dflash.generate.session import GenerateSession, Outcome
+from dflash.generate.session import GenerateSession
 from flows.progress import ARTIFACT_INTERVAL_S, listener
 from flows.run_names import named_after
 from flows.tokenize_completions import RESULT

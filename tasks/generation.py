@@ -8,9 +8,10 @@ from typing import Any
 from prefect import task
 
 from dflash.generate.config import RegenerateRun
+from dflash.generate.outcome import Outcome
 from dflash.generate.regenerate import Search, find_prompts
 from dflash.generate.report import assess_batch, render_markdown, save_report
-from dflash.generate.session import GenerateSession, Outcome
+from dflash.generate.session import GenerateSession
 from tasks.policies import COMPUTE_TASK, STORE_TASK
 from tasks.settings import s3_credentials
 

@@ -11,7 +11,8 @@ import pytest
 
 from dflash.data.completions import Completion, read_completions
 from dflash.generate.config import GenerateRun
-from dflash.generate.session import GenerateSession, Outcome
+from dflash.generate.outcome import Outcome
+from dflash.generate.session import GenerateSession
 from tests.generate.stub_server import Stub
 
 MakeRun = Callable[..., GenerateRun]
