@@ -1,7 +1,8 @@
-"""A Prefect server on SQLite, loopback only, that starts in seconds.
+"""A Prefect server on SQLite or PostgreSQL, loopback only, that starts in seconds.
 
 A new database takes about 15 of the 24 s of a first start: 100 migrations and 54 block types. So the first one is kept
-as a template in the user's cache, and a later start copies it and skips both (7.5 s).
+as a template in the user's cache, and a later start copies it and skips both (7.5 s). On PostgreSQL the first start
+pays, and later ones skip both.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from dflash.errors import ServiceError
 from embedded.marked import MARKER, find_marked, stop_all
+from embedded.postgres import PostgresCluster
 from embedded.prefect_api import LocalPrefectApi
 from embedded.prefect_settings import activate_settings, check_path, process_environment, write_profile
 from embedded.processes import ProcessIdentity, find_free_ports, start_process, tail
@@ -39,13 +41,21 @@ def server_command() -> list[str]:
     return [sys.executable, "-P", "-m", "prefect", "server", "start"]
 
 
-def start_prefect_server(home: Path, api: LocalPrefectApi, marker: str, *, attached: bool = False) -> ProcessIdentity:
-    """Start a server on its database in `home`, made from the template where there is none; doesn't wait for it.
+def start_prefect_server(
+    home: Path,
+    api: LocalPrefectApi,
+    marker: str,
+    *,
+    database: PostgresCluster | None = None,
+    attached: bool = False,
+) -> ProcessIdentity:
+    """Start a server; doesn't wait for it. An SQLite database is made from the template where there is none.
 
     Args:
-        home: PREFECT_HOME, made with mode 0700; holds profile, database and `server.log`.
+        home: PREFECT_HOME, made with mode 0700; holds profile, SQLite database and `server.log`.
         api: address to serve.
         marker: by which the process is found again.
+        database: the running database to use instead of SQLite.
         attached: whether it dies with this process; only from the main thread.
 
     Raises:
@@ -54,16 +64,18 @@ def start_prefect_server(home: Path, api: LocalPrefectApi, marker: str, *, attac
     """
     check_path(home)
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_profile(api, home)
-    if not (home / "prefect.db").exists():
+    write_profile(api, home, None if database is None else database.url)
+    if database is None and not (home / "prefect.db").exists():
         _copy_template(home)
     env = process_environment(home, outside=False) | {MARKER: marker}
-    if _read_made_by(home) == _software():
+    if _read_made_by(home, database) == _software():
         env |= _SKIP_DATABASE_SET_UP
     return start_process(server_command(), log=home / "server.log", folder=home, environment=env, attached=attached)
 
 
-def wait_for_prefect_server(home: Path, api: LocalPrefectApi, process: ProcessIdentity) -> None:
+def wait_for_prefect_server(
+    home: Path, api: LocalPrefectApi, process: ProcessIdentity, database: PostgresCluster | None = None
+) -> None:
     """Wait until a started server answers; then remember what made its database, and keep a template of it.
 
     Raises:
@@ -73,9 +85,9 @@ def wait_for_prefect_server(home: Path, api: LocalPrefectApi, process: ProcessId
         api.wait_until_healthy(START_TIMEOUT_S, is_running=lambda: process.is_running)
     except ServiceError as error:
         raise ServiceError(f"{error}; its log {home / 'server.log'} ends with:\n{tail(home / 'server.log')}") from error
-    if _read_made_by(home) != _software():
-        (home / "database-made-by").write_text(_software())
-    if not template_path().exists():
+    if _read_made_by(home, database) != _software():
+        _made_by(home, database).write_text(_software())
+    if database is None and not template_path().exists():
         _keep_template(home)
 
 
@@ -117,9 +129,13 @@ def _software() -> str:
     return "_".join(versions)
 
 
-def _read_made_by(home: Path) -> str:
-    path = home / "database-made-by"
-    return path.read_text() if path.exists() and (home / "prefect.db").exists() else ""
+def _made_by(home: Path, database: PostgresCluster | None) -> Path:
+    return home / "database-made-by" if database is None else database.made_by
+
+
+def _read_made_by(home: Path, database: PostgresCluster | None = None) -> str:
+    path = _made_by(home, database)
+    return path.read_text() if path.exists() and (database is not None or (home / "prefect.db").exists()) else ""
 
 
 def _copy_template(home: Path) -> None:

@@ -42,13 +42,19 @@ def client_settings(api: LocalPrefectApi, home: Path) -> dict[str, str]:
     }
 
 
-def server_settings(api: LocalPrefectApi, home: Path) -> dict[str, str]:
-    """Settings of the server process alone."""
+def server_settings(api: LocalPrefectApi, home: Path, database_url: str | None = None) -> dict[str, str]:
+    """Settings of the server process alone.
+
+    Args:
+        api: the address that it serves.
+        home: PREFECT_HOME of the stack; holds the SQLite database.
+        database_url: another database, without a secret in it.
+    """
     return {
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_API_HOST": HOST,
         "PREFECT_SERVER_API_PORT": str(api.port),
-        "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url or f"sqlite+aiosqlite:///{home / 'prefect.db'}",
         # With the default of 1 the server falls behind a run of a thousand tasks and loses rows of it.
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "200",
         # Relative: with another port than 4200 the UI would else ask the wrong server.
@@ -57,9 +63,9 @@ def server_settings(api: LocalPrefectApi, home: Path) -> dict[str, str]:
     }
 
 
-def write_profile(api: LocalPrefectApi, home: Path) -> None:
+def write_profile(api: LocalPrefectApi, home: Path, database_url: str | None = None) -> None:
     """Write the profile `dflash` into the stack's PREFECT_HOME."""
-    settings = client_settings(api, home) | server_settings(api, home)
+    settings = client_settings(api, home) | server_settings(api, home, database_url)
     lines = ['active = "dflash"', "", "[profiles.dflash]", *(f"{key} = '{value}'" for key, value in settings.items())]
     part = home / "profiles.toml.part"
     part.write_text("\n".join(lines) + "\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import random
 import signal
 import socket
@@ -56,7 +57,13 @@ class ProcessIdentity:
 
 
 def start_process(
-    command: Sequence[str], *, log: Path, folder: Path, environment: Mapping[str, str], attached: bool
+    command: Sequence[str],
+    *,
+    log: Path,
+    folder: Path,
+    environment: Mapping[str, str],
+    attached: bool,
+    user: str | None = None,
 ) -> ProcessIdentity:
     """Start a process in its own session, its output appended to a log.
 
@@ -67,6 +74,7 @@ def start_process(
         environment: the whole environment of the process.
         attached: True: the kernel kills it when the caller dies, however that happens; only from the main thread, since
             the kernel watches the starting thread. False: it lives on until `stop_process`.
+        user: whom it runs as, with that user's own group alone; only root may name another than itself.
 
     Raises:
         ServiceError: the program can't be started, or `attached` from another thread.
@@ -77,6 +85,7 @@ def start_process(
                 f"{command[0]}: a process that dies with its starter is started from the main thread only"
             )
         command = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+    account = None if user is None else pwd.getpwnam(user)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         process = subprocess.Popen(
@@ -87,6 +96,9 @@ def start_process(
             cwd=folder,
             env=dict(environment),
             start_new_session=True,
+            user=None if account is None else account.pw_uid,
+            group=None if account is None else account.pw_gid,
+            extra_groups=None if account is None else [],
         )
     except OSError as error:
         raise ServiceError(f"{command[0]}: can't be started: {error}") from error
@@ -99,15 +111,20 @@ def start_process(
     return identity
 
 
-def stop_process(identity: ProcessIdentity, *, timeout_s: float = 10.0) -> None:
+def stop_process(identity: ProcessIdentity, *, timeout_s: float = 10.0, ask: signal.Signals = signal.SIGTERM) -> None:
     """Ask a process to end, and kill it with all its children after the timeout; one that is gone is passed over.
+
+    Args:
+        identity: the process.
+        timeout_s: how long it may take after being asked.
+        ask: the signal that asks it.
 
     Raises:
         ServiceError: it lives on although it was killed.
     """
     family = [identity, *_descendants(identity)]
     if identity.is_running:
-        _signal(identity, signal.SIGTERM)
+        _signal(identity, ask)
     alive = _wait(family, timeout_s)
     for member in alive:
         _signal(member, signal.SIGKILL)

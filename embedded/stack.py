@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from dflash.errors import ServiceError
+from dflash.errors import ServiceError, UsageError
 from dflash.storage import S3Credentials
 from embedded.marked import find_marked, stop_all
 from embedded.prefect_server import temporary_prefect_server
@@ -47,7 +48,7 @@ class StackStatus:
     Attributes:
         project: the project folder.
         ui_url: address of the Prefect UI.
-        parts: object store, server and workers, in this order; empty where no stack was ever started.
+        parts: object store, PostgreSQL if used, server and workers, in this order; empty where no stack was started.
     """
 
     project: Path
@@ -79,26 +80,34 @@ class StackConnection:
     project: Path
 
 
-def up(project: Path, say: Say, deployments: Path = DEPLOYMENTS) -> StackStatus:
+def up(
+    project: Path, say: Say, deployments: Path = DEPLOYMENTS, *, database: Literal["sqlite", "postgres"] | None = None
+) -> StackStatus:
     """Start or repair the stack of a project folder; returns when every part answers.
 
     Args:
         project: the folder that gets `.dflash/`, and in which flow runs work.
         say: takes one line for each part that is ready.
         deployments: the Prefect deployments file to apply; pool templates lie in `pools/` beside it.
+        database: where Prefect keeps its records; as before where it isn't said, at first in SQLite.
 
     Raises:
-        UsageError: the folder's path or the deployments file can't be used.
+        UsageError: the folder's path or the deployments file can't be used, or the server runs on the other database.
         ServiceError: a part did not start; the message has the end of its log.
     """
     folder = StackFolder(project)
     check_path(folder.path)
     folder.create()
     with folder.locked(), ThreadPoolExecutor(1) as executor:
+        state = _choose_database(folder.read() or StackState(prefect_port=find_free_ports(1)[0]), database)
         starting_store = executor.submit(start_seaweedfs, folder.s3, marker=folder.marker)
-        state = ensure_server(folder, folder.read() or StackState(prefect_port=find_free_ports(1)[0]))
+        if (postgres := folder.database(state)) is not None:
+            postgres.start()
+        state = ensure_server(folder, state)
         store = starting_store.result()
         say(f"object store    {store.endpoint_url}, bucket {store.bucket}")
+        if postgres is not None:
+            say(f"PostgreSQL      socket in {postgres.directory}")
         digest = compute_digest(folder, deployments)
         set_up = SetUp(folder, deployments) if state.set_up != digest else None
         state = wait_for_server(folder, state)
@@ -140,6 +149,7 @@ def down(project: Path, say: Say) -> None:
             _crash_unfinished_runs(state)
         stop_seaweedfs(folder.s3)
         stop_all(find_marked(folder.marker), grace_s=10)
+        folder.postgres.stop()  # last: the server ends its connections first
         if state is not None:
             folder.write(state.model_copy(update={"processes": {}}))
     say(f"stopped the stack in {folder.project}; `dflash up` starts it again with the same data and ports")
@@ -205,6 +215,22 @@ def prefect_for_run(project: Path) -> Iterator[None]:
         return
     with temporary_prefect_server():
         yield
+
+
+def _choose_database(state: StackState, wanted: Literal["sqlite", "postgres"] | None) -> StackState:
+    """The state with the database that is wanted.
+
+    Raises:
+        UsageError: the server runs on the other one.
+    """
+    if wanted in {None, state.database}:
+        return state
+    if state.running(SERVER) is not None:
+        raise UsageError(
+            f"the Prefect server runs on {state.database}, expected {wanted}: run `dflash down` first. Each database "
+            "keeps its own history of runs; datasets are not touched."
+        )
+    return state.model_copy(update={"database": wanted, "set_up": None})
 
 
 def _read_or_none(folder: StackFolder) -> StackState | None:

@@ -29,6 +29,7 @@ from embedded.stack_set_up import set_up_environment
 from embedded.stack_state import StackFolder, StackState
 
 OBJECT_STORE = "object-store"
+DATABASE = "postgres"
 SERVER = "prefect-server"
 WORKERS = {"cpu": "worker-cpu", "b200": "worker-b200"}
 """Part names of the workers by work pool."""
@@ -50,7 +51,8 @@ class PartStatus:
     Attributes:
         name: part name.
         pid: its process, None where there is none.
-        port: where it listens; None for workers, which only call, and for an object store that doesn't run.
+        port: where it listens; None for workers, which only call, for PostgreSQL, which has a unix socket, and for an
+            object store that doesn't run.
         health: `dead` without a process, `unhealthy` when the process doesn't answer.
     """
 
@@ -63,8 +65,11 @@ class PartStatus:
 def look_at_parts(folder: StackFolder, state: StackState) -> tuple[PartStatus, ...]:
     """Status of each part, asked now."""
     store_process, store = find_process(folder.s3 / "weed.pid"), find_seaweedfs(folder.s3)
+    database = folder.database(state)
+    databases = () if database is None else (_status(DATABASE, database.process(), None, answers=database.answers()),)
     return (
         _status(OBJECT_STORE, store_process, store.ports["s3"] if store else None, answers=store is not None),
+        *databases,
         _status(SERVER, state.running(SERVER), state.prefect_port, answers=state.api.is_healthy()),
         *(_status(part, state.running(part), None, answers=_is_online(state, pool)) for pool, part in WORKERS.items()),
     )
@@ -79,7 +84,7 @@ def ensure_server(folder: StackFolder, state: StackState) -> StackState:
             for part in WORKERS.values():
                 _stop_part(state, part)
             state = state.model_copy(update={"prefect_port": find_free_ports(1)[0]})
-        process = start_prefect_server(folder.home, state.api, folder.marker)
+        process = start_prefect_server(folder.home, state.api, folder.marker, database=folder.database(state))
     return _record(folder, state, SERVER, process)
 
 
@@ -96,9 +101,9 @@ def wait_for_server(folder: StackFolder, state: StackState) -> StackState:
             time.sleep(0.5)
         if not state.api.is_healthy():
             _stop_part(state, SERVER)
-            process = start_prefect_server(folder.home, state.api, folder.marker)
+            process = start_prefect_server(folder.home, state.api, folder.marker, database=folder.database(state))
             state = _record(folder, state, SERVER, process)
-    wait_for_prefect_server(folder.home, state.api, process)
+    wait_for_prefect_server(folder.home, state.api, process, folder.database(state))
     return state
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dflash.errors import ServiceError
+from embedded.postgres import PostgresCluster
 from embedded.prefect_api import LocalPrefectApi
 from embedded.processes import ProcessIdentity, write_private
 
@@ -27,6 +28,7 @@ class StackState(BaseModel):
 
     format_version: Literal[1] = 1
     prefect_port: int = Field(ge=1, le=65535, description="Kept over restarts, so that bookmarks stay valid.")
+    database: Literal["sqlite", "postgres"] = Field(default="sqlite", description="Where Prefect keeps its records.")
     processes: dict[str, ProcessIdentity] = Field(default={}, description="Prefect server and workers by part name.")
     set_up: str | None = Field(default=None, description="Digest of the deployments and the code that was deployed.")
 
@@ -54,6 +56,11 @@ class StackFolder:
         self.home = self.path / "prefect"
         self.s3 = self.path / "s3"
         self.logs = self.path / "logs"
+        self.postgres = PostgresCluster(self.path / "postgres")
+
+    def database(self, state: StackState) -> PostgresCluster | None:
+        """The database of Prefect's server where it isn't SQLite."""
+        return self.postgres if state.database == "postgres" else None
 
     @property
     def marker(self) -> str:

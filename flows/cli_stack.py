@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -24,6 +24,8 @@ Deployments = Annotated[
     Path, typer.Option("--deployments", exists=True, dir_okay=False, help="Prefect deployments file to apply.")
 ]
 
+_DATABASE: dict[bool, Literal["sqlite", "postgres"]] = {True: "postgres", False: "sqlite"}
+
 WHAT_TO_CLICK = """
 Open {ui_url}
   Deployments > tokenize-completions > Run > Custom run: fill in the form, then Submit
@@ -32,9 +34,24 @@ Open {ui_url}
 """
 
 
-def up(project: Project = Path(), deployments: Deployments = stack.DEPLOYMENTS, as_json: Json = False) -> None:
+Postgres = Annotated[
+    bool | None,
+    typer.Option(
+        "--postgres/--sqlite",
+        help="Database of the Prefect server; kept by later calls. PostgreSQL has to be installed.",
+        show_default=False,
+    ),
+]
+
+
+def up(
+    project: Project = Path(),
+    deployments: Deployments = stack.DEPLOYMENTS,
+    postgres: Postgres = None,
+    as_json: Json = False,
+) -> None:
     """Start the object store, Prefect server, workers and deployments; repair what doesn't run."""
-    status_now = stack.up(project, _say, deployments)
+    status_now = stack.up(project, _say, deployments, database=None if postgres is None else _DATABASE[postgres])
     if as_json:
         _print_json(status_now)
     elif status_now.ui_url is not None:
