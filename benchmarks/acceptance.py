@@ -39,7 +39,7 @@ from dflash.model.features import Target  # noqa: E402
 from dflash.serving.decoding import Decoding, decode_batch  # noqa: E402
 from dflash.train.config import DrafterChoices, OptimizerConfig, ReplayConfig, TrainConfig  # noqa: E402
 from dflash.train.engine import Engine  # noqa: E402
-from dflash.train.packed import PackedRow  # noqa: E402
+from dflash.train.feature_source import ComputedFeatures  # noqa: E402
 from dflash.train.preflight import drafter_config  # noqa: E402
 from dflash.train.replay import Features  # noqa: E402
 from dflash.train.setup import build_drafter  # noqa: E402
@@ -126,9 +126,9 @@ def train(
 ) -> Iterator[tuple[float, int, dict[str, float]]]:
     """Train to the last mark; at each give the steps and tau."""
     drafter = build_drafter(CONFIG, drafter_config(CONFIG, target.text_config), target)
-    features = Features(target, CONFIG.replay, target.device)
+    features = Features(ComputedFeatures(target), CONFIG.replay, target.device)
     for row in rows:
-        features.of(Pack((row,), 0, 0, BatchState()), PackedRow.of((row,)))
+        features.states(Pack((row,), 0, 0, BatchState()))
     counts = np.bincount(np.concatenate([row.input_ids[row.loss_mask] for row in rows]), minlength=len(target.head_VH))
     spent = -time.process_time()
     warm_start(drafter, target, features.draw(1000, 1, "warm start"), torch.from_numpy(counts))

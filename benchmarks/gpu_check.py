@@ -158,6 +158,7 @@ def _training(scale: Scale, device: Any) -> dict[str, Any]:
     from dflash.model.features import Target
     from dflash.train.config import TrainConfig
     from dflash.train.engine import Engine
+    from dflash.train.feature_source import ComputedFeatures
     from dflash.train.memory import plan_memory
     from dflash.train.replay import Features
     from dflash.train.setup import build_drafter
@@ -169,7 +170,7 @@ def _training(scale: Scale, device: Any) -> dict[str, Any]:
     with _peak(device) as peak:
         target = Target(random_target(scale, device), network.target_layer_ids)
         drafter = build_drafter(config, network, target)
-        engine = Engine(config, drafter, target, Features(target, config.replay, device), World())
+        engine = Engine(config, drafter, target, Features(ComputedFeatures(target), config.replay, device), World())
         number = iter(range(1, 1000))
 
         def step() -> None:

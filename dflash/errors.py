@@ -19,7 +19,8 @@ DflashError                     base; exit code 1
  ├─ ServiceError                an embedded server did not start, stop or answer
  ├─ ModelError                  a target or drafter can't be loaded or used
  └─ TrainingError               a training run has to stop
-     └─ MemoryPlanError         the plan doesn't fit the device
+     ├─ MemoryPlanError         the plan doesn't fit the device
+     └─ PeerLostError           another rank of the run is gone
 ```
 
 Every message says what failed, where, what was expected, what was found, and what to do.
@@ -127,3 +128,7 @@ class TrainingError(DflashError):
 
 class MemoryPlanError(TrainingError):
     """The planned run doesn't fit the device."""
+
+
+class PeerLostError(TrainingError):
+    """Another rank of the run died, ended early or fell silent."""

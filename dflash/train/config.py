@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from dflash.config import RunModel
 from dflash.train.loss_options import LossOptions, Objective, Weighting
+from dflash.train.topology import TopologyConfig
 
 # Paper, section 4.2: the decay that was tuned for each block size; sizes between them are interpolated.
 _GAMMA_OF_BLOCK = ((8, 4.0), (10, 5.0), (16, 7.0))
@@ -82,6 +83,7 @@ class TrainConfig(RunModel):
     loss: LossConfig = Field(default=LossConfig(), description="The objective.")
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW and its schedule.")
     replay: ReplayConfig = Field(default=ReplayConfig(), description="Bounded replay of features.")
+    topology: TopologyConfig = Field(default=TopologyConfig(), description="Which ranks run the target.")
     seed: int = Field(default=0, ge=0, lt=2**31, description="Of the initial weights, the order and the anchors.")
     pack_tokens: int = Field(default=8192, ge=2, description="Token budget of a micro-batch.")
     window_rows: int = Field(default=256, ge=1, description="Rows packed against each other.")
@@ -130,6 +132,14 @@ class TrainConfig(RunModel):
             raise ValueError("warm_start changes whole weights: use sharding replicate, or turn warm_start off")
         if self.replay.in_background and not self.replay.max_bytes:
             raise ValueError("replay.in_background needs replay.max_bytes: features wait in that memory")
+        if self.topology.mode != "colocated" and (self.replay.max_bytes or self.warm_start):
+            raise ValueError(
+                "replay and warm_start are for short runs on one machine: use topology.mode colocated, or turn them off"
+            )
+        if self.topology.mode == "server" and self.loss.objective == "kl":
+            raise ValueError(
+                "a server gives no final states, which kl needs: use cross_entropy, or topology.mode split"
+            )
         if self.replay.max_bytes and self.loss.objective == "kl":
             raise ValueError("replay keeps features, not the target's final states that kl needs: use cross_entropy")
         return self

@@ -22,10 +22,11 @@ from dflash.model.attention import BlockLayout
 from dflash.model.drafter import Drafter, block_embeddings
 from dflash.train.anchors import sample_anchors
 from dflash.train.config import TrainConfig
+from dflash.train.feature_source import FrozenEnds
 from dflash.train.loss import LossSums, SlotTargets, block_loss, slot_targets
 from dflash.train.optim import learning_rate, make_optimizer, scale_and_clip, set_learning_rate
 from dflash.train.packed import PackedRow, row_slices
-from dflash.train.replay import FeatureModel, Features
+from dflash.train.replay import Features
 from dflash.train.seeds import named_generator
 from dflash.train.vocabulary import LossVocabulary
 from dflash.train.world import World
@@ -82,8 +83,8 @@ class Engine:
     Attributes:
         config: of the run.
         drafter: with fp32 weights on the device.
-        target: frozen.
-        features: computes or replays the target's features.
+        target: its embedding and head.
+        features: computes, receives or replays the target's features.
         world: the ranks.
         vocabulary: samples the ids of each loss; None takes all.
         halved: packs are split in two since an out-of-memory error of any rank.
@@ -91,7 +92,7 @@ class Engine:
 
     config: TrainConfig
     drafter: Drafter
-    target: FeatureModel
+    target: FrozenEnds
     features: Features
     world: World
     vocabulary: LossVocabulary | None = None
@@ -205,7 +206,7 @@ class Engine:
         What isn't finite adds nothing but its count; sharded, its gradient goes through and has the whole step skipped.
         """
         packed = PackedRow.of(pack.rows)
-        features_SF, teacher_SH = self._states(pack, packed)
+        features_SF, teacher_SH = self.features.states(pack)
         loss_mask_S, bad_rows = _without_bad_rows(features_SF, packed, pack)
         sums.add(tokens=pack.num_tokens, rows=len(pack.rows), skipped_rows=bad_rows)
         if bad_rows:
@@ -222,12 +223,6 @@ class Engine:
         sums.add(numerator=loss.numerator.detach(), weight=loss.weight, anchors=len(anchor_N))
         sums.add_slots(loss)
         return True
-
-    def _states(self, pack: Pack, packed: PackedRow) -> tuple[Tensor, Tensor | None]:
-        """Return the target's features and, for KL, the states that its head reads."""
-        if self.config.loss.objective == "cross_entropy":
-            return self.features.of(pack, packed), None
-        return self.target.features_and_final(packed.ids_S, packed.position_S, packed.document_S)
 
     def _draft(self, packed: PackedRow, anchor_N: Tensor, features_SF: Tensor) -> tuple[Tensor, SlotTargets]:
         """Run the drafter over the blocks; return its final states [N, B, H] and what they should say."""

@@ -8,6 +8,7 @@ steps bit for bit.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -21,14 +22,15 @@ from torch import Tensor
 
 from dflash.data.batches import BatchOrder, BatchState, Pack, ShardSource, Share, rank_share
 from dflash.data.prefetch import prefetch
-from dflash.errors import TrainingError, UsageError
+from dflash.errors import PeerLostError, TrainingError, UsageError
 from dflash.model.drafter import Drafter
 from dflash.train.checkpoint import CheckpointFolder, Snapshot, load
 from dflash.train.config import TrainConfig
 from dflash.train.engine import Engine, StepReport
 from dflash.train.environment import fingerprint
+from dflash.train.feature_source import ComputedFeatures, FeatureModel, FeatureSource
 from dflash.train.metrics import MetricsWriter
-from dflash.train.replay import FeatureModel, Features
+from dflash.train.replay import Features
 from dflash.train.resume import DataIdentity, check_resumable
 from dflash.train.sharding import full_state, load_full_state
 from dflash.train.vocabulary import LossVocabulary, count_written_ids
@@ -50,12 +52,14 @@ class Hooks:
         upload: takes each finished checkpoint elsewhere, in a background thread of rank 0.
         on_step: gets each step's metrics on rank 0.
         identity: what the run is trained on; kept in its checkpoints, and the same when it is resumed.
+        world: the ranks that train; all by default.
     """
 
     should_stop: Callable[[], bool] = lambda: False
     upload: Callable[[Path], None] | None = None
     on_step: Callable[[dict[str, Any]], None] | None = None
     identity: DataIdentity | None = None
+    world: World | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,11 @@ class TrainResult:
     halved: bool
 
 
+def order_of(config: TrainConfig) -> BatchOrder:
+    """The order of a run's packs."""
+    return BatchOrder(config.seed, config.pack_tokens, config.window_rows, config.num_epochs)
+
+
 @dataclass(slots=True)
 class Progress:
     """Where a run is; all of it goes into checkpoints."""
@@ -97,7 +106,7 @@ class Run:
 
     Args:
         config: of the run; a resumed run must have the same, except for its end and its checkpoints.
-        target: frozen, on the device to train on.
+        target: frozen, on the device to train on; or a source that gives its features from elsewhere.
         drafter: built for it; its weights are overwritten where a checkpoint exists.
         source: the shards.
         run_dir: checkpoints, metrics, TensorBoard.
@@ -112,7 +121,7 @@ class Run:
     def __init__(
         self,
         config: TrainConfig,
-        target: FeatureModel,
+        target: FeatureModel | FeatureSource,
         drafter: Drafter,
         source: ShardSource,
         run_dir: Path,
@@ -122,7 +131,7 @@ class Run:
         self._source = source
         self._run_dir = run_dir
         self._hooks = hooks or Hooks()
-        self._world = World.current()
+        self._world = self._hooks.world or World.current()
         if config.replay.max_bytes and self._world.size > 1:
             raise UsageError("Replay keeps features of one rank only. Set replay.max_bytes to 0, or use one rank.")
         self._folder = CheckpointFolder(run_dir / CHECKPOINTS, config.keep_checkpoints, self._hooks.upload)
@@ -131,17 +140,21 @@ class Run:
         snapshot = None if latest is None else load(latest)
         if snapshot is not None:
             check_resumable(snapshot.record, config, self._hooks.identity, fingerprint(), run_dir)
-        device = target.head_VH.device
-        features = Features(target, config.replay, device)
+        is_source = isinstance(target, FeatureSource)
+        given = target if is_source else ComputedFeatures(target, final=config.loss.objective == "kl")
+        ends = given.ends
+        device = ends.head_VH.device
+        features = Features(given, config.replay, device)
         drafter.to(device)
         begins_warm = config.warm_start and snapshot is None
         vocabulary = None
         if begins_warm or config.loss_vocab_size is not None:
             counts_V = count_written_ids(source, drafter.config.vocab_size)
-            vocabulary = self._vocabulary(counts_V, target.head_VH)
+            vocabulary = self._vocabulary(counts_V, ends.head_VH)
             if begins_warm:
+                assert not is_source  # the configuration allows it for `colocated` alone
                 self._warm_start(drafter, target, counts_V)
-        self.engine = Engine(config, drafter, target, features, self._world, vocabulary)
+        self.engine = Engine(config, drafter, ends, features, self._world, vocabulary)
         if snapshot is not None:
             self._restore(snapshot)
         self._last_loss: float | None = None
@@ -158,6 +171,8 @@ class Run:
             status = self._steps(metrics)
             checkpoint = self._save()
         except BaseException as error:
+            if isinstance(error, PeerLostError):
+                self._save_alone(error)
             self._finish_uploads(error)
             raise
         finally:
@@ -178,23 +193,30 @@ class Run:
 
     def _steps(self, metrics: MetricsWriter | None) -> Literal["finished", "stopped"]:
         config = self.config
-        order = BatchOrder(config.seed, config.pack_tokens, config.window_rows, config.num_epochs)
-        share = rank_share(order.packs(self._source, self.progress.batch), self._world.rank, self._world.size)
-        shares = prefetch(share, depth=2 * config.accumulation)
+        status: Literal["finished", "stopped"] = "stopped"
+        packs = order_of(config).packs(self._source, self.progress.batch)
+        shares = prefetch(rank_share(packs, self._world.rank, self._world.size), depth=2 * config.accumulation)
+        features = self.engine.features
         try:
-            coming = list(islice(shares, config.accumulation))
-            while self._done_share(self.progress) < 1 and coming:
-                current, coming = coming, list(islice(shares, config.accumulation))
-                self.engine.features.prepare([share.pack for share in (*current, *coming)])
+            ahead = deque(islice(shares, config.accumulation + config.topology.lookahead(config.accumulation)))
+            while self._done_share(self.progress) < 1 and ahead:
+                current = [ahead.popleft() for _ in range(min(config.accumulation, len(ahead)))]
+                features.prepare([share.pack for share in (*current, *ahead)])
                 saved_rounds = self.progress.step // config.checkpoint_every
                 if self._round(current, metrics):
-                    return "stopped"
+                    break
                 if self.progress.step // config.checkpoint_every > saved_rounds:
                     self._save()
+                ahead.extend(islice(shares, config.accumulation))
+            else:
+                status = "finished"
+        except BaseException as error:
+            features.close(error)
+            raise
         finally:
             shares.close()
-            self.engine.features.close()
-        return "finished"
+        features.close()
+        return status
 
     def _round(self, shares: list[Share], metrics: MetricsWriter | None) -> bool:
         """Make a step of fresh packs, then the replay steps; return whether to stop.
@@ -268,23 +290,38 @@ class Run:
 
     def _save(self) -> Path:
         """Write a checkpoint on rank 0; all ranks wait for it."""
-        engine = self.engine
-        weights, optimizer = full_state(engine.drafter, engine.optimizer)
-        if self._world.is_first:
-            record = {
-                "progress": {**asdict(self.progress), "batch": self.progress.batch.to_json()},
-                "config": self.config.model_dump(mode="json"),
-                "drafter": engine.drafter.config.model_dump(mode="json"),
-                "halved": engine.halved,
-                "environment": fingerprint(),
-                "data": None if self._hooks.identity is None else self._hooks.identity.to_json(),
-            }
-            state = {"optimizer": optimizer, "replay": engine.features.state_dict()}
-            self._folder.save(Snapshot(self.progress.step, weights, state, record))
+        self._write()
         self._world.barrier()
         latest = self._folder.latest()
         assert latest is not None
         return latest
+
+    def _save_alone(self, error: PeerLostError) -> None:
+        """Save the last whole step although another rank is gone; sharded weights went with it."""
+        sharded = self.config.sharding == "fsdp" and self._world.size > 1
+        if not self._world.is_first or sharded:
+            return
+        try:
+            self._write()
+            error.add_note(f"step {self.progress.step} was saved")
+        except Exception as second:  # noqa: BLE001 (why the run ends is more important)
+            error.add_note(f"step {self.progress.step} could not be saved: {second}")
+
+    def _write(self) -> None:
+        engine = self.engine
+        weights, optimizer = full_state(engine.drafter, engine.optimizer)
+        if not self._world.is_first:
+            return
+        record = {
+            "progress": {**asdict(self.progress), "batch": self.progress.batch.to_json()},
+            "config": self.config.model_dump(mode="json"),
+            "drafter": engine.drafter.config.model_dump(mode="json"),
+            "halved": engine.halved,
+            "environment": fingerprint(),
+            "data": None if self._hooks.identity is None else self._hooks.identity.to_json(),
+        }
+        state = {"optimizer": optimizer, "replay": engine.features.state_dict()}
+        self._folder.save(Snapshot(self.progress.step, weights, state, record))
 
     def _restore(self, snapshot: Snapshot) -> None:
         load_full_state(self.engine.drafter, self.engine.optimizer, snapshot.weights, snapshot.optimizer["optimizer"])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,43 +22,21 @@ from torch import Tensor
 from dflash.data.batches import BatchState, Pack
 from dflash.data.row_reader import Row
 from dflash.train.config import ReplayConfig
-from dflash.train.packed import PackedRow
+from dflash.train.feature_source import FeatureSource, States
 from dflash.train.seeds import named_numpy_generator
-
-
-class FeatureModel(Protocol):
-    """What training needs of the target."""
-
-    @property
-    def embedding_VH(self) -> Tensor:
-        """Input embedding, frozen."""
-        ...
-
-    @property
-    def head_VH(self) -> Tensor:
-        """Output head, frozen."""
-        ...
-
-    def features(self, input_ids_S: Tensor, position_S: Tensor, document_S: Tensor) -> Tensor:
-        """Run the target over a packed row and return [S, F]."""
-        ...
-
-    def features_and_final(self, input_ids_S: Tensor, position_S: Tensor, document_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Return [S, F] and the states [S, H] that the head reads; only the KL objective asks for them."""
-        ...
 
 
 class Features:
     """Gives the features of packs.
 
     Args:
-        target: computes them.
+        source: where they come from.
         config: how much is kept, and as what.
-        device: where the target and the drafter are.
+        device: where the drafter is.
     """
 
-    def __init__(self, target: FeatureModel, config: ReplayConfig, device: torch.device) -> None:
-        self._target = target
+    def __init__(self, source: FeatureSource, config: ReplayConfig, device: torch.device) -> None:
+        self.source = source
         self._config = config
         self._device = device
         self._dtype = getattr(torch, config.dtype)
@@ -75,28 +53,31 @@ class Features:
         """Rows that are kept."""
         return len(self._rows)
 
-    def of(self, pack: Pack, packed: PackedRow) -> Tensor:
-        """Return the features of a pack, [S, F] on the device.
+    def states(self, pack: Pack) -> States:
+        """Return the states of a pack, on the device.
 
         With replay each row goes through the target alone: its features then don't depend on the rows packed with it,
         so a kept row and a recomputed one are the same.
         """
         if not self._config.max_bytes:
-            return self._compute(packed)
-        return torch.cat([self._row(row) for row in pack.rows])
+            self.num_computed_tokens += pack.num_tokens
+            return self.source.states(pack)
+        return States(torch.cat([self._row(row) for row in pack.rows]), None)
 
     def prepare(self, packs: Sequence[Pack | None]) -> None:
-        """Begin to compute in the background what `of` will be asked for next; nothing without a background thread."""
+        """Say what `states` will be asked for next; a background thread begins to compute it."""
+        self.source.prepare(packs)
         if self._thread is None:
             return
         for row in (row for pack in packs if pack is not None for row in pack.rows):
             if row.key not in self._kept and row.key not in self._coming:
-                self._coming[row.key] = self._thread.submit(self._compute, PackedRow.of((row,)))
+                self._coming[row.key] = self._thread.submit(self._compute, row)
 
-    def close(self) -> None:
-        """End the background thread; what it hasn't begun is dropped."""
+    def close(self, failed: BaseException | None = None) -> None:
+        """End the background thread and the source; what isn't begun is dropped."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
+        self.source.close(failed)
 
     def draw(self, budget: int, num_packs: int, key: str) -> list[Pack]:
         """Make packs of kept rows, drawn at random without replacement; `key` decides which."""
@@ -138,13 +119,13 @@ class Features:
             kept = self._computed(row).to("cpu", self._dtype)
             if row.key in self._rows or self._admit(row, kept.numel() * kept.element_size()):
                 self._kept[row.key] = kept
-        return kept.to(self._device, torch.float32)
+        return kept.to(self._device)
 
     def _computed(self, row: Row) -> Tensor:
         if self._thread is None:
-            return self._compute(PackedRow.of((row,)))
+            return self._compute(row)
         coming = self._coming.pop(row.key, None)
-        return (coming or self._thread.submit(self._compute, PackedRow.of((row,)))).result()
+        return (coming or self._thread.submit(self._compute, row)).result()
 
     def _admit(self, row: Row, num_bytes: int) -> bool:
         if self.num_bytes + num_bytes > self._config.max_bytes:
@@ -153,10 +134,6 @@ class Features:
         self._rows[row.key] = row
         return True
 
-    def _compute(self, packed: PackedRow) -> Tensor:
-        tensors: Sequence[Tensor] = (packed.ids_S, packed.position_S, packed.document_S)
-        features_SF = self._target.features(*(tensor.to(self._device) for tensor in tensors))
-        # A prefix cache or a wrong hook shortens features silently; then every later row would be misaligned.
-        assert len(features_SF) == len(packed.ids_S), (len(features_SF), len(packed.ids_S))
-        self.num_computed_tokens += len(packed.ids_S)
-        return features_SF
+    def _compute(self, row: Row) -> Tensor:
+        self.num_computed_tokens += len(row.input_ids)
+        return self.source.states(Pack((row,), -1, -1, BatchState())).features_SF

@@ -17,6 +17,7 @@ _MAY_CHANGE = frozenset(
     {
         *("num_epochs", "max_steps", "max_seconds", "max_skipped_rows", "checkpoint_every", "keep_checkpoints"),
         *("accept_env_change", "attention", "sharding", "accumulation", "recompute"),
+        *("topology", "ramp_up"),
     }
 )
 

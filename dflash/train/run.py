@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dflash.config import RunModel
 from dflash.train.config import TrainConfig
@@ -40,3 +40,13 @@ class TrainRun(RunModel):
         default=600.0, gt=0, description="Time that a stopped run gets to save its checkpoint before it is killed."
     )
     trust_remote_code: bool = Field(default=False, description="Run code that the target's repository ships.")
+
+    @model_validator(mode="after")
+    def _enough_ranks(self) -> Self:
+        needed = self.train.topology.num_ranks
+        if needed is not None and self.num_processes != needed:
+            raise ValueError(
+                f"num_processes is {self.num_processes}, but train.topology needs {needed}: "
+                f"{self.train.topology.target_ranks} target and {self.train.topology.drafter_ranks} drafter ranks"
+            )
+        return self

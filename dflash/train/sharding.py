@@ -17,23 +17,25 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
-def shard(drafter: nn.Module, precision: torch.dtype | None = None) -> None:
-    """Shard a drafter's layers and the rest of it over all ranks, in place.
+def shard(drafter: nn.Module, precision: torch.dtype | None = None, mesh: DeviceMesh | None = None) -> None:
+    """Shard a drafter's layers and the rest of it over the ranks, in place.
 
     Gradients are summed, not averaged: the step divides by the global weight.
 
     Args:
         drafter: with fp32 weights.
         precision: what the gathered weights compute in; gradients are reduced in fp32.
+        mesh: the ranks; None for all.
     """
     policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
     layers = drafter.layers
     assert isinstance(layers, nn.ModuleList)
     for module in (*layers, drafter):
-        fully_shard(module, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         # Without this a factor of 1 becomes a scaled reduction that only NCCL has.

@@ -30,8 +30,8 @@ from dflash.model.attention import BlockLayout
 from dflash.model.drafter import Drafter, block_embeddings
 from dflash.model.layout import DrafterConfig
 from dflash.train.anchors import sample_anchors
+from dflash.train.feature_source import FeatureModel
 from dflash.train.packed import PackedRow
-from dflash.train.replay import FeatureModel
 from dflash.train.seeds import named_generator
 
 # How far the constant outweighs the random rest of a state: enough to begin at the frequencies of the tokens.

@@ -17,13 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dflash.errors import PeerLostError
+
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This rank among all ranks; one process alone is a world of size 1."""
+    """This rank among those that train; one process alone is a world of size 1.
+
+    Attributes:
+        rank: of this process; those that train are the first of all ranks, so it is the global one.
+        size: how many train.
+        group: those ranks; None for all.
+    """
 
     rank: int = 0
     size: int = 1
+    group: dist.ProcessGroup | None = None
 
     @classmethod
     def current(cls) -> World:
@@ -40,7 +49,8 @@ class World:
     def sum(self, values: Tensor) -> Tensor:
         """Add `values` over all ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(values)
+            with _losing_a_rank():
+                dist.all_reduce(values, group=self.group)
         return values
 
     def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
@@ -48,31 +58,45 @@ class World:
         if self.size == 1:
             return
         handles = []
-        for weight in weights:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            handles.append(dist.all_reduce(weight.grad, async_op=True))
-        for handle in handles:
-            handle.wait()
+        with _losing_a_rank():
+            for weight in weights:
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+                handles.append(dist.all_reduce(weight.grad, group=self.group, async_op=True))
+            for handle in handles:
+                handle.wait()
 
     def spread(self, weights: Iterable[nn.Parameter]) -> None:
         """Give all ranks the weights of rank 0, in place."""
         if self.size > 1:
             for weight in weights:
-                dist.broadcast(weight.data, src=0)
+                dist.broadcast(weight.data, src=0, group=self.group)
 
     def first_value(self, value: float) -> float:
         """Return rank 0's value on all ranks, such as its clock."""
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            dist.barrier()
+            with _losing_a_rank():
+                dist.barrier(group=self.group)
+
+
+@contextmanager
+def _losing_a_rank() -> Iterator[None]:
+    """Turn the error of a collective whose other ranks are gone into ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"A rank that trains is gone: {str(error).splitlines()[0][:200]}. Look at its own lines in the log; the "
+            "same run, started again, goes on from the newest checkpoint."
+        ) from error
 
 
 @contextmanager
