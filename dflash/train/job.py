@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from dflash.data.version_shards import VersionShards
 from dflash.errors import TokenizerError, TrainingError
 from dflash.manifest import Manifest
 from dflash.model.features import Target
+from dflash.model.target_files import target_fingerprint
 from dflash.storage import S3Credentials, join_uri, open_store, parse_uri
 from dflash.storage.files import os_errors_as_storage_errors
 from dflash.train.checkpoint import CheckpointFolder, read_record
@@ -38,11 +39,11 @@ from dflash.train.curves import METRICS, PICTURE, plot_metrics
 from dflash.train.environment import fingerprint
 from dflash.train.launch import run_dir_of
 from dflash.train.loop import CHECKPOINTS, Hooks, Run, TrainResult
-from dflash.train.memory import ALLOCATOR_BYTES, TargetShape
+from dflash.train.memory import ALLOCATOR_BYTES, TargetShape, seen_by_device
 from dflash.train.preflight import Prepared, prepare
-from dflash.train.resume import DataIdentity, check_resumable
+from dflash.train.resume import DataIdentity, TargetIdentity, check_resumable
 from dflash.train.run import TrainRun
-from dflash.train.savings import check_memory
+from dflash.train.savings import check_host_memory, check_memory
 from dflash.train.seats import Seat
 from dflash.train.setup import build_drafter
 from dflash.train.split_drafter import ReceivedFeatures
@@ -98,8 +99,10 @@ def train_run(run: TrainRun, places: Places, watch: Watch, device: torch.device)
         if world.is_first:
             _bring_up_to_date(mirror, run_dir)
         world.barrier()
-        _guard(run_dir, ready, DataIdentity.of(run.dataset, ready.manifest, run.target))
-        dtype = _check_device(run, ready, device, world.size)
+        dtype = target_dtype(run, device)
+        identity = DataIdentity.of(run.dataset, ready.manifest, identify_target(run, dtype))
+        _guard(run_dir, ready, identity)
+        _check_device(run, ready, device, dtype, world.size)
         source = _open_shards(run, places, ready.manifest, world)
         seat = Seat.take(ready.config.topology)
         layers, trusted = ready.network.target_layer_ids, run.trust_remote_code
@@ -110,8 +113,8 @@ def train_run(run: TrainRun, places: Places, watch: Watch, device: torch.device)
         if seat.target_number is not None:
             run_target_rank(seat, ready.config, load, source, _beginning(run_dir))
             return {}
-        thinking = thinking_mix(run, ready.manifest, source) if world.is_first else {}
-        identity = DataIdentity.of(run.dataset, ready.manifest, run.target, thinking)
+        if world.is_first:
+            identity = replace(identity, thinking=thinking_mix(run, ready.manifest, source))
         upload = None if mirror is None else mirror.upload
         hooks = Hooks(watch.should_stop, upload, watch.on_step, identity, seat.trainers)
         target = load() if seat.peers is None else _received(seat, ready, device)
@@ -148,6 +151,17 @@ def use_device(run: TrainRun, device: torch.device) -> None:
         torch.cuda.set_device(device)
     elif run.train.replay.in_background:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+def target_dtype(run: TrainRun, device: torch.device) -> torch.dtype:
+    """What the target is loaded as."""
+    names: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return names.get(run.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def identify_target(run: TrainRun, dtype: torch.dtype) -> TargetIdentity:
+    """Describe the target, so that a resumed run is refused another one."""
+    return TargetIdentity(run.target, target_fingerprint(run.target), str(dtype).removeprefix("torch."))
 
 
 def target_shape(text_config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> TargetShape:
@@ -206,19 +220,16 @@ def _beginning(run_dir: Path) -> BatchState:
     return BatchState() if latest is None else BatchState.from_json(read_record(latest)["progress"]["batch"])
 
 
-def _check_device(run: TrainRun, ready: Prepared, device: torch.device, world_size: int) -> torch.dtype:
-    """Check the memory of the device, before anything is on it; return what the target is loaded as."""
+def _check_device(run: TrainRun, ready: Prepared, device: torch.device, dtype: torch.dtype, world_size: int) -> None:
+    """Check the memory of the device, before anything is on it."""
     on_gpu = device.type == "cuda"
-    names: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    dtype = names.get(run.dtype, torch.bfloat16 if on_gpu else torch.float32)
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
     shape = target_shape(ready.text_config, dtype, trust_remote_code=run.trust_remote_code)
-    config, environment_bytes = ready.config, _environment_bytes(device)
-    if config.precision == "auto" and not on_gpu:
-        config = config.model_copy(update={"precision": "float32"})
+    config, environment_bytes = seen_by_device(ready.config, on_gpu=on_gpu), _environment_bytes(device)
+    if on_gpu:
+        check_host_memory(ready.config.replay.max_bytes, psutil.virtual_memory().available)
     plan = check_memory(config, ready.network, shape, total, world_size=world_size, environment_bytes=environment_bytes)
     log.info("memory: %.1f GB of %.1f GB planned on %s", plan.total_bytes / 1e9, total / 1e9, device)
-    return dtype
 
 
 def _environment_bytes(device: torch.device) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dflash.model.layout import DrafterConfig, trainable_parameters
-from dflash.train.config import TrainConfig
+from dflash.train.config import ReplayConfig, TrainConfig
 
 # fp32 weights, fp32 gradients, two fp32 moments of AdamW.
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8
@@ -80,6 +80,18 @@ class StoragePlan:
     target_flops: float
 
 
+def seen_by_device(config: TrainConfig, *, on_gpu: bool) -> TrainConfig:
+    """Return the run as the memory of its device sees it.
+
+    Features that are kept for replay lie in the host's memory: beside a GPU they are none of its bytes, on a CPU they
+    are. And `auto` precision is float32 on a CPU.
+    """
+    if on_gpu:
+        return config.model_copy(update={"replay": ReplayConfig()})
+    precision = "float32" if config.precision == "auto" else config.precision
+    return config.model_copy(update={"precision": precision})
+
+
 def feature_bytes_per_token(network: DrafterConfig, bytes_per_value: int = 2) -> int:
     """Return the bytes of one token's features: 51,200 for 5 layers of 5,120 in bfloat16."""
     return network.feature_size * bytes_per_value
@@ -101,7 +113,7 @@ def plan_memory(
     """Add up what one rank holds at the highest peak of a step.
 
     Args:
-        config: packs, anchors, chunks, sharding.
+        config: packs, anchors, chunks, sharding, replay, as the device sees it (`seen_by_device`).
         network: the drafter.
         target: on the same device (colocated topology).
         world_size: ranks; only FSDP makes the drafter's part smaller.

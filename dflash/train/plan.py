@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -22,6 +22,7 @@ from dflash.train.memory import (
     optimizer_bytes,
     plan_memory,
     plan_storage,
+    seen_by_device,
 )
 from dflash.train.preflight import drafter_config, read_text_config
 from dflash.train.savings import Suggestion, suggest, suggest_together
@@ -41,8 +42,14 @@ class PlanRun(RunModel):
     target: str | None = Field(default=None, description="Folder or id of the target; its config.json is read.")
     target_shape: TargetNumbers | None = Field(default=None, description="The target's sizes, in place of that.")
     num_processes: int = Field(default=1, ge=1, description="Ranks, one for each device.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="A GPU unless it says cpu.")
     tokens_per_s: float | None = Field(default=None, gt=0, description="Of all ranks together, as measured.")
     trust_remote_code: bool = Field(default=False, description="Run code that the target's repository ships.")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU's memory is planned."""
+        return self.device != "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,7 @@ class RunPlan:
         training_bytes: weights, gradients and AdamW state in fp32.
         frozen_bytes: the target's embedding and head, which the drafter shares with it.
         memory: of one rank, by part.
+        host_bytes: of the machine's memory, for features that are kept beside a GPU.
         device_bytes: of one device; None where nobody said.
         suggestions: what to change, where it doesn't fit.
         together: changes that fit when all are made; empty where one alone does, or nothing helps.
@@ -88,6 +96,7 @@ class RunPlan:
     training_bytes: int
     frozen_bytes: int
     memory: MemoryPlan
+    host_bytes: int
     device_bytes: int | None
     suggestions: list[Suggestion]
     together: list[Suggestion]
@@ -121,32 +130,31 @@ def plan_run(run: PlanRun, amount: Amount, device_bytes: int | None) -> RunPlan:
     """
     numbers, shape = _target(run)
     network = drafter_config(run.train, numbers)
-    ranks = run.num_processes
+    ranks, train = run.num_processes, seen_by_device(run.train, on_gpu=run.on_gpu)
 
     def plan(config: TrainConfig) -> MemoryPlan:
         return plan_memory(config, network, shape, world_size=ranks)
 
-    memory = plan(run.train)
+    memory = plan(train)
     suggestions, together = [], []
     if device_bytes is not None and memory.total_bytes > device_bytes:
-        suggestions = suggest(run.train, plan, device_bytes, ranks)
+        suggestions = suggest(train, plan, device_bytes, ranks)
         if ranks == 1:
-            sharded = plan_memory(
-                run.train.model_copy(update={"sharding": "fsdp"}), network, shape, world_size=MORE_RANKS
-            )
-            suggestions.append(_more_ranks(run.train, memory, sharded, device_bytes))
+            sharded = plan_memory(train.model_copy(update={"sharding": "fsdp"}), network, shape, world_size=MORE_RANKS)
+            suggestions.append(_more_ranks(train, memory, sharded, device_bytes))
         if not any(one.fits for one in suggestions):
-            together = suggest_together(run.train, plan, device_bytes, ranks)
+            together = suggest_together(train, plan, device_bytes, ranks)
     num_tokens, num_steps = _extent(run, amount)
     return RunPlan(
         num_parameters=trainable_parameters(network),
         training_bytes=optimizer_bytes(network),
         frozen_bytes=_frozen_bytes(network, shape),
         memory=memory,
+        host_bytes=run.train.replay.max_bytes if run.on_gpu else 0,
         device_bytes=device_bytes,
         suggestions=suggestions,
         together=together,
-        storage=plan_storage(run.train, network, shape, amount.num_samples, amount.tokens_per_sample),
+        storage=plan_storage(train, network, shape, amount.num_samples, amount.tokens_per_sample),
         num_tokens=num_tokens,
         num_steps=num_steps,
         seconds=None if amount.tokens_per_s is None else num_tokens / amount.tokens_per_s,
@@ -163,6 +171,8 @@ def plan_table(plan: RunPlan, amount: Amount) -> list[tuple[str, str]]:
         *((f"rank: {name}", _size(size)) for name, size in plan.memory.parts.items() if size),
         ("rank: total at the peak", f"{_size(plan.memory.total_bytes)} ({plan.memory.peak})"),
     ]
+    if plan.host_bytes:
+        rows.append(("machine: features kept for replay", _size(plan.host_bytes)))
     if plan.device_bytes is not None:
         rows.append(("device", f"{_size(plan.device_bytes)}: {'fits' if plan.fits else 'TOO SMALL'}"))
     storage = plan.storage
@@ -225,7 +235,8 @@ def _target(run: PlanRun) -> tuple[Any, TargetShape]:
             f"Counting the parameters of {run.target} needs torch: {error}. Give [target_shape] in the file, or "
             "install the extra: pip install 'dflash-pipeline[train]'."
         ) from error
-    return text_config, target_shape(text_config, torch.bfloat16, trust_remote_code=run.trust_remote_code)
+    dtype = torch.bfloat16 if run.on_gpu else torch.float32
+    return text_config, target_shape(text_config, dtype, trust_remote_code=run.trust_remote_code)
 
 
 def _frozen_bytes(network: DrafterConfig, target: TargetShape) -> int:

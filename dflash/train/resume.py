@@ -10,7 +10,7 @@ from typing import Any
 from dflash.errors import IncompatibleError, TrainingError, UsageError
 from dflash.manifest import Manifest
 from dflash.train.config import TrainConfig
-from dflash.train.environment import difference_table, differences
+from dflash.train.environment import Difference, difference_table, differences
 
 # Settings that a resumed run may change: when it ends, what it keeps, how it computes; not what it computes.
 _MAY_CHANGE = frozenset(
@@ -20,6 +20,21 @@ _MAY_CHANGE = frozenset(
         *("topology", "ramp_up"),
     }
 )
+
+
+@dataclass(frozen=True, slots=True)
+class TargetIdentity:
+    """The target of a run.
+
+    Attributes:
+        name: folder or id.
+        fingerprint: of its weights and configuration (`dflash.model.target_files`).
+        dtype: that its weights and features have.
+    """
+
+    name: str
+    fingerprint: str
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +51,8 @@ class DataIdentity:
         template_fingerprint: of its chat template.
         thinking: the first rows by thinking mode (`dflash.data.thinking`); empty where nothing tells.
         target: folder or id.
+        target_fingerprint: see `TargetIdentity`.
+        target_dtype: see `TargetIdentity`.
     """
 
     dataset: str
@@ -47,10 +64,12 @@ class DataIdentity:
     template_fingerprint: str
     thinking: dict[str, int]
     target: str
+    target_fingerprint: str
+    target_dtype: str
 
     @classmethod
-    def of(cls, dataset: str, manifest: Manifest, target: str, thinking: dict[str, int] | None = None) -> DataIdentity:
-        """Describe a run over a version."""
+    def of(cls, dataset: str, manifest: Manifest, target: TargetIdentity) -> DataIdentity:
+        """Describe a run over a version; nobody has looked for thinking yet."""
         return cls(
             dataset=dataset,
             version=manifest.version,
@@ -59,8 +78,10 @@ class DataIdentity:
             num_rows=manifest.counts.num_rows,
             tokenizer_fingerprint=manifest.tokenizer.fingerprint,
             template_fingerprint=manifest.tokenizer.template_fingerprint,
-            thinking=thinking or {},
-            target=target,
+            thinking={},
+            target=target.name,
+            target_fingerprint=target.fingerprint,
+            target_dtype=target.dtype,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -71,6 +92,9 @@ class DataIdentity:
 # The same bytes may be known by another path on another machine, and a mode is only told where a tokenizer is at hand;
 # what was read is compared by digest.
 _NOT_COMPARED = frozenset({"dataset", "target", "thinking"})
+
+# Another target's features mean something else to the drafter, and so do those of other rounding.
+_OF_THE_TARGET = ("target_fingerprint", "target_dtype")
 
 
 def check_resumable(
@@ -88,7 +112,7 @@ def check_resumable(
     Raises:
         TrainingError: the environment changed and `accept_env_change` is off.
         UsageError: settings differ that decide what is computed.
-        IncompatibleError: the data differs.
+        IncompatibleError: the data or the target differs.
     """
     changes = differences(record["environment"], dict(here))
     if changes and not config.accept_env_change:
@@ -112,6 +136,13 @@ def _check_identity(before: Mapping[str, Any] | None, identity: DataIdentity | N
         return
     now = identity.to_json()
     changed = [name for name in now if name not in _NOT_COMPARED and before.get(name) != now[name]]
+    if target := [name for name in changed if name in _OF_THE_TARGET]:
+        names = ("target", *target)
+        table = [Difference(name, str(before.get(name, "absent")), str(now[name])) for name in names]
+        raise IncompatibleError(
+            f"The run in {run} was trained for another target, so it can't go on with this one:\n"
+            f"{difference_table(table)}\nGive the target (and the dtype) that it began with, or use another output."
+        )
     if changed:
         pairs = "\n".join(f"  {name}: {before.get(name)!r} -> {now[name]!r}" for name in changed)
         raise IncompatibleError(

@@ -68,6 +68,19 @@ def check_memory(
     )
 
 
+def check_host_memory(replay_bytes: int, available_bytes: int) -> None:
+    """Check the memory beside a GPU, where features that are kept for replay lie.
+
+    Raises:
+        MemoryPlanError: there is less than replay may take.
+    """
+    if replay_bytes > available_bytes:
+        raise MemoryPlanError(
+            f"replay.max_bytes allows {_gb(replay_bytes)} of kept features in this machine's memory, of which "
+            f"{_gb(available_bytes)} is free. Lower replay.max_bytes by {_gb(replay_bytes - available_bytes)} or more."
+        )
+
+
 def suggest(
     config: TrainConfig, plan: Callable[[TrainConfig], MemoryPlan], device_bytes: int, world_size: int
 ) -> list[Suggestion]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from dflash.errors import (
@@ -83,6 +84,21 @@ def test_a_checkpoint_says_what_it_was_trained_on_and_refuses_anything_else(
     with pytest.raises(IncompatibleError, match=rf"version: 1 -> 2\n.*{data['manifest']}.* -> .*{second.name}"):
         train("run")
     assert train("run", change={"version": data["manifest"]}, max_steps=3)["status"] == "finished"
+
+
+def test_a_run_goes_on_with_its_own_target_alone(train: Train, target: Path, tmp_path: Path) -> None:
+    train("run", stop_after=1)
+    with pytest.raises(IncompatibleError, match=r"\| target_dtype +\| float32 +\| bfloat16"):
+        train("run", change={"dtype": "bfloat16"})
+    other = shutil.copytree(target, tmp_path / "other")
+    weights = safetensors.torch.load_file(other / "model.safetensors")
+    safetensors.torch.save_file(
+        {name: value * 1.01 for name, value in weights.items()}, other / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(IncompatibleError, match=r"another target(.|\n)*\| target_fingerprint +\| files:"):
+        train("run", change={"target": str(other)})
+    moved = shutil.copytree(target, tmp_path / "moved")
+    assert train("run", change={"target": str(moved)}, max_steps=3)["status"] == "finished"
 
 
 def smaller(target: Path, folder: Path, **fields: int) -> str:

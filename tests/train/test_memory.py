@@ -8,15 +8,16 @@ from hypothesis import strategies as st
 
 from dflash.errors import MemoryPlanError
 from dflash.model.layout import DrafterConfig, trainable_parameters
-from dflash.train.config import DrafterChoices, LossConfig, TrainConfig
+from dflash.train.config import DrafterChoices, LossConfig, ReplayConfig, TrainConfig
 from dflash.train.memory import (
     TargetShape,
     feature_bytes_per_token,
     optimizer_bytes,
     plan_memory,
     plan_storage,
+    seen_by_device,
 )
-from dflash.train.savings import check_memory
+from dflash.train.savings import check_host_memory, check_memory
 
 TARGET = TargetShape(num_parameters=27_000_000_000, hidden_size=5120, intermediate_size=17408)
 
@@ -55,6 +56,15 @@ def test_the_known_numbers_come_out(network: DrafterConfig) -> None:
     assert drafter == optimizer_bytes(network)
     whole = plan_memory(TrainConfig(loss=LossConfig(chunk_blocks=512)), network, TARGET).parts["logits chunk"]
     assert whole / 6 * 4 / 1e9 == pytest.approx(7.63, abs=0.01)
+
+
+def test_kept_features_count_where_they_lie(network: DrafterConfig) -> None:
+    config = TrainConfig(replay=ReplayConfig(max_bytes=7_000_000_000))
+    on_gpu, on_cpu = (plan_memory(seen_by_device(config, on_gpu=on_gpu), network, TARGET) for on_gpu in (True, False))
+    assert (on_gpu.parts["replay"], on_cpu.parts["replay"]) == (0, 7_000_000_000)
+    check_host_memory(config.replay.max_bytes, 7_000_000_000)
+    with pytest.raises(MemoryPlanError, match=r"7\.0 GB of kept features .* 5\.5 GB is free\. Lower .* by 1\.5 GB"):
+        check_host_memory(config.replay.max_bytes, 5_500_000_000)
 
 
 def test_a_fitting_plan_is_returned(network: DrafterConfig) -> None:

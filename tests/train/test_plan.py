@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from dflash.errors import MemoryPlanError, TrainingError, UsageError
 from dflash.train import environment
 from dflash.train.checkpoint import CheckpointFolder, Snapshot
-from dflash.train.plan import Amount, PlanRun, advice, plan_run
+from dflash.train.plan import Amount, PlanRun, advice, plan_run, plan_table
 from dflash.train.run import TrainRun
 from flows.cli_plan import doctor_command, plan_command
 from flows.parameters import load_parameters
@@ -120,3 +120,17 @@ def test_the_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert isinstance(result.exception, TrainingError)
     assert json.loads(result.stdout)["missing"] == ["no_such_package"]
+
+
+def test_kept_features_are_planned_beside_a_gpu_and_on_a_cpu(tmp_path: Path) -> None:
+    write_target(tmp_path)
+    train = {"drafter": {"mask_token_id": 1, "num_target_features": 1}, "replay": {"max_bytes": 3_000_000_000}}
+    beside, on_cpu = (
+        plan_run(
+            PlanRun.model_validate({"target": str(tmp_path), "train": train, "device": name}), Amount(10, 20), None
+        )
+        for name in ("auto", "cpu")
+    )
+    assert (beside.host_bytes, beside.memory.parts["replay"]) == (3_000_000_000, 0)
+    assert ("machine: features kept for replay", "3.00 GB") in plan_table(beside, Amount(10, 20))
+    assert (on_cpu.host_bytes, on_cpu.memory.parts["replay"]) == (0, 3_000_000_000)
