@@ -24,7 +24,7 @@ from dflash.model.export import ExportOptions, TargetParts, export_drafter, load
 from dflash.model.features import Target
 from dflash.model.speculators_layout import Verifier
 from dflash.storage import S3Credentials, Store, open_store
-from dflash.train.checkpoint import WEIGHTS
+from dflash.train.checkpoint_record import WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from dflash.model.export import drafter_of, load_drafter, read_config
 from dflash.model.layout import DrafterConfig
 from dflash.storage import S3Credentials, Store, open_store
 from dflash.storage.files import file_sha256
-from dflash.train.checkpoint import RECORD, WEIGHTS, load_weights, read_record
+from dflash.train.checkpoint import load_weights
+from dflash.train.checkpoint_record import RECORD, WEIGHTS, read_record
 from dflash.train.newest import newest_checkpoint
 
 _MAX_TEXT_BYTES: Final = 256 << 20

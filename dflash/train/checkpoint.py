@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -27,8 +26,7 @@ from torch import Tensor
 
 from dflash.errors import IntegrityError, StorageError, TrainingError
 from dflash.storage.files import file_sha256
-
-WEIGHTS, OPTIMIZER, RECORD = "model.safetensors", "optimizer.pt", "checkpoint.json"
+from dflash.train.checkpoint_record import OPTIMIZER, RECORD, WEIGHTS, read_record, record_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,7 @@ class CheckpointFolder:
         torch.save(dict(snapshot.optimizer), building / OPTIMIZER)
         files = {name: _sha256(building / name) for name in (WEIGHTS, OPTIMIZER)}
         record = {**snapshot.record, "step": snapshot.step, "files": files}
-        text = json.dumps({"sha256": _record_digest(record), "record": record}, indent=1, sort_keys=True)
+        text = json.dumps({"sha256": record_digest(record), "record": record}, indent=1, sort_keys=True)
         (building / RECORD).write_text(text + "\n", encoding="utf-8")
         for name in (WEIGHTS, OPTIMIZER, RECORD):
             _flush(building / name)
@@ -171,25 +169,6 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     return load_file(path / WEIGHTS)
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """Read what a checkpoint says about itself.
-
-    Raises:
-        IntegrityError: it is missing, no record, or differs from its digest.
-    """
-    try:
-        outer = json.loads((path / RECORD).read_text(encoding="utf-8"))
-        record, expected = outer["record"], outer["sha256"]
-        whole = isinstance(record["files"], dict) and isinstance(record["step"], int)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise IntegrityError(
-            f"{RECORD} of checkpoint {path} can't be read: {error!r}. Resume from an older one."
-        ) from error
-    if not whole or _record_digest(record) != expected:
-        raise IntegrityError(f"{RECORD} of checkpoint {path} differs from its digest. Resume from an older one.")
-    return dict(record)
-
-
 def _check_files(path: Path, record: Mapping[str, Any], names: tuple[str, ...]) -> None:
     for name in names:
         expected, found = record["files"].get(name), _sha256(path / name)
@@ -198,10 +177,6 @@ def _check_files(path: Path, record: Mapping[str, Any], names: tuple[str, ...]) 
                 f"{name} of checkpoint {path} has SHA-256 {found}, its record says {expected}. "
                 "Resume from an older one."
             )
-
-
-def _record_digest(record: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

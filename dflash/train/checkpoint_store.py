@@ -21,7 +21,7 @@ from dflash.data.copying import put_current
 from dflash.errors import IntegrityError, ObjectNotFoundError
 from dflash.manifest import sha256_hex
 from dflash.storage import Store
-from dflash.train.checkpoint import RECORD, read_record
+from dflash.train.checkpoint_record import RECORD, read_record
 from dflash.train.curves import METRICS, metrics_until
 
 _STEP = re.compile(r"step-(\d{8,})/checkpoint\.json")

@@ -33,12 +33,14 @@ from dflash.model.features import Target
 from dflash.model.target_files import target_fingerprint
 from dflash.storage import S3Credentials, join_uri, open_store, parse_uri
 from dflash.storage.files import os_errors_as_storage_errors
-from dflash.train.checkpoint import CheckpointFolder, read_record
+from dflash.train.checkpoint import CheckpointFolder
+from dflash.train.checkpoint_record import read_record
 from dflash.train.checkpoint_store import CheckpointStore
 from dflash.train.curves import METRICS, PICTURE, plot_metrics
 from dflash.train.environment import fingerprint
+from dflash.train.hooks import Hooks, TrainResult
 from dflash.train.launch import run_dir_of
-from dflash.train.loop import CHECKPOINTS, Hooks, Run, TrainResult
+from dflash.train.loop import CHECKPOINTS, Run
 from dflash.train.memory import ALLOCATOR_BYTES, TargetShape, seen_by_device
 from dflash.train.preflight import Prepared, prepare
 from dflash.train.resume import DataIdentity, TargetIdentity, check_resumable

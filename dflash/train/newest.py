@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dflash.errors import UsageError
 from dflash.storage import S3Credentials, open_store
-from dflash.train.checkpoint import RECORD, read_record
+from dflash.train.checkpoint_record import RECORD, read_record
 
 _STEP: Final = re.compile(r"(?:.*/)?step-(\d{8,})/" + re.escape(RECORD))
 _MAX_BYTES: Final = 256 << 20

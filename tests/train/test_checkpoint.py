@@ -10,7 +10,8 @@ import torch
 
 from dflash.errors import IntegrityError, StorageError, TrainingError
 from dflash.train import checkpoint
-from dflash.train.checkpoint import OPTIMIZER, RECORD, WEIGHTS, CheckpointFolder, Snapshot, load
+from dflash.train.checkpoint import CheckpointFolder, Snapshot, load
+from dflash.train.checkpoint_record import OPTIMIZER, RECORD, WEIGHTS
 
 
 def snapshot(step: int) -> Snapshot:
@@ -65,7 +66,7 @@ def test_a_record_of_another_shape_is_refused(tmp_path: Path) -> None:
         load(path)
 
 
-@pytest.mark.parametrize("fault", ["save_file", "_flush", "_record_digest"])
+@pytest.mark.parametrize("fault", ["save_file", "_flush", "record_digest"])
 def test_a_crash_leaves_the_old_checkpoint_and_the_next_save_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:

@@ -8,7 +8,8 @@ import torch
 
 from dflash.errors import IntegrityError, StorageError
 from dflash.storage import LocalStore
-from dflash.train.checkpoint import RECORD, CheckpointFolder, Snapshot, load
+from dflash.train.checkpoint import CheckpointFolder, Snapshot, load
+from dflash.train.checkpoint_record import RECORD
 from dflash.train.checkpoint_store import CheckpointStore
 from dflash.train.curves import METRICS, read_metrics
 from tests.storage.faults import FaultPlan, FaultStore

@@ -21,7 +21,8 @@ from dflash.errors import (
 )
 from dflash.storage import join_uri, open_store
 from dflash.train import job
-from dflash.train.checkpoint import load, read_record
+from dflash.train.checkpoint import load
+from dflash.train.checkpoint_record import read_record
 from dflash.train.checkpoint_store import CheckpointStore
 from dflash.train.curves import read_metrics
 from dflash.train.job import Places, Watch, train_run
