@@ -114,6 +114,11 @@ class TrainConfig(RunModel):
     sharding: Literal["replicate", "fsdp"] = Field(default="replicate", description="Of the drafter over the ranks.")
     recompute: bool = Field(default=False, description="Recompute the drafter's layers in the backward pass.")
     copy_target_norm: bool = Field(default=True, description="Start the final norm from the target's.")
+    ramp_up: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Begin with the heaviest packs there can be, whose result is dropped, so that memory runs out in "
+        "the first minute or never; `auto`: on GPUs.",
+    )
     max_skipped_rows: int = Field(default=100, ge=0, description="Non-finite rows that are left out before it stops.")
     checkpoint_every: int = Field(default=1000, ge=1, description="Steps between checkpoints.")
     keep_checkpoints: int = Field(default=3, ge=1, description="Newest checkpoints that are kept.")
@@ -140,6 +145,8 @@ class TrainConfig(RunModel):
             raise ValueError(
                 "a server gives no final states, which kl needs: use cross_entropy, or topology.mode split"
             )
+        if self.ramp_up == "on" and self.replay.max_bytes:
+            raise ValueError("ramp_up would fill the memory of replay with made-up rows: turn one of them off")
         if self.replay.max_bytes and self.loss.objective == "kl":
             raise ValueError("replay keeps features, not the target's final states that kl needs: use cross_entropy")
         return self

@@ -67,7 +67,10 @@ class MetricsTail:
 def describe_step(row: dict[str, Any]) -> str:
     """One line about a step's metrics."""
     loss = "none" if row["loss"] is None else f"{row['loss']:.3f}"
-    return f"epoch {row['epoch']}, loss {loss}, accuracy {row['accuracy']:.3f}, {row['seconds']:.0f} s"
+    line = f"epoch {row['epoch']}, loss {loss}, accuracy {row['accuracy']:.3f}, {row['seconds']:.0f} s"
+    if "peak_bytes" not in row:
+        return line
+    return f"{line}, memory {row['peak_bytes'] / 1e9:.1f} of {row['planned_bytes'] / 1e9:.1f} GB planned"
 
 
 def plot_metrics(run_dir: Path, picture: Path) -> None:

@@ -142,6 +142,32 @@ class Engine:
         self.optimizer.zero_grad()
         return StepReport(sums, float(norm), rate)
 
+    def rehearse(self, packs: Sequence[Pack]) -> None:
+        """Hold at once all that a step of these packs holds, and change nothing but `halved`.
+
+        Raises:
+            TrainingError: see `step`.
+        """
+        sums = StepSums(self.drafter.config.num_draft_tokens, self.device)
+        # Where micro-batches accumulate, a backward pass finds the gradients of those before it.
+        for group in [packs] if self.config.accumulation > 1 else [[pack] for pack in packs]:
+            self._accumulate_within_memory(group, "ramp-up")
+            self.optimizer.zero_grad()
+        sums.add(halved=float(self.halved))
+        self.world.sum(sums.vector)
+        self.halved = sums["halved"] > 0
+        if not self.optimizer.state:  # of a resumed run the moments are here, and must stay as they are
+            self._rehearse_update()
+
+    def _rehearse_update(self) -> None:
+        """Let the optimiser allocate its moments: a step of length zero along gradients of zero moves no weight."""
+        set_learning_rate(self.optimizer, 0.0)
+        for weight in self.drafter.parameters():
+            weight.grad = torch.zeros_like(weight)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.optimizer.state.clear()
+
     def _accumulate_within_memory(self, packs: Sequence[Pack | None], key: str) -> StepSums:
         """Accumulate; on an out-of-memory error halve the packs once and begin the step anew."""
         try:

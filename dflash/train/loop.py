@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,11 @@ from dflash.train.config import TrainConfig
 from dflash.train.engine import Engine, StepReport
 from dflash.train.environment import fingerprint
 from dflash.train.feature_source import ComputedFeatures, FeatureModel, FeatureSource
+from dflash.train.hooks import Hooks, TrainResult
 from dflash.train.metrics import MetricsWriter
+from dflash.train.ramp_up import ramp_up
 from dflash.train.replay import Features
-from dflash.train.resume import DataIdentity, check_resumable
+from dflash.train.resume import check_resumable
 from dflash.train.sharding import full_state, load_full_state
 from dflash.train.vocabulary import LossVocabulary, count_written_ids
 from dflash.train.warm_start import warm_start
@@ -41,48 +43,6 @@ CHECKPOINTS = "checkpoints"
 
 # Tokens that a warm start measures averages on, at the least.
 WARM_START_TOKENS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """What a caller may attach.
-
-    Attributes:
-        should_stop: asked before each step; true saves a checkpoint and ends the run as resumable.
-        upload: takes each finished checkpoint elsewhere, in a background thread of rank 0.
-        on_step: gets each step's metrics on rank 0.
-        identity: what the run is trained on; kept in its checkpoints, and the same when it is resumed.
-        world: the ranks that train; all by default.
-    """
-
-    should_stop: Callable[[], bool] = lambda: False
-    upload: Callable[[Path], None] | None = None
-    on_step: Callable[[dict[str, Any]], None] | None = None
-    identity: DataIdentity | None = None
-    world: World | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TrainResult:
-    """How a run ended.
-
-    Attributes:
-        status: `finished`, or `stopped` on request: the same call resumes it.
-        step: optimiser steps done in all.
-        checkpoint: the newest one, which holds the result.
-        loss: of the last step.
-        skipped_rows: rows left out because something wasn't finite.
-        seconds: wall clock of its steps, resumed ones included; saving and waiting for data are left out.
-        halved: packs are split since an out-of-memory error.
-    """
-
-    status: Literal["finished", "stopped"]
-    step: int
-    checkpoint: Path
-    loss: float | None
-    skipped_rows: int
-    seconds: float
-    halved: bool
 
 
 def order_of(config: TrainConfig) -> BatchOrder:
@@ -140,8 +100,8 @@ class Run:
         snapshot = None if latest is None else load(latest)
         if snapshot is not None:
             check_resumable(snapshot.record, config, self._hooks.identity, fingerprint(), run_dir)
-        is_source = isinstance(target, FeatureSource)
-        given = target if is_source else ComputedFeatures(target, final=config.loss.objective == "kl")
+        final = config.loss.objective == "kl"
+        given = target if isinstance(target, FeatureSource) else ComputedFeatures(target, final=final)
         ends = given.ends
         device = ends.head_VH.device
         features = Features(given, config.replay, device)
@@ -152,7 +112,7 @@ class Run:
             counts_V = count_written_ids(source, drafter.config.vocab_size)
             vocabulary = self._vocabulary(counts_V, ends.head_VH)
             if begins_warm:
-                assert not is_source  # the configuration allows it for `colocated` alone
+                assert not isinstance(target, FeatureSource)  # the configuration allows it for `colocated` alone
                 self._warm_start(drafter, target, counts_V)
         self.engine = Engine(config, drafter, ends, features, self._world, vocabulary)
         if snapshot is not None:
@@ -168,6 +128,7 @@ class Run:
         metrics = MetricsWriter(self._run_dir, self.progress.step) if self._world.is_first else None
         self.engine.drafter.train()
         try:
+            ramp_up(self.engine, order_of(self.config).packs(self._source, self.progress.batch), self._hooks.memory)
             status = self._steps(metrics)
             checkpoint = self._save()
         except BaseException as error:
@@ -283,6 +244,8 @@ class Run:
             "replayed": key != "fresh",
             "slot_accuracy": [round(value, 4) for value in accuracy_L],
         }
+        if self._hooks.memory is not None:
+            row |= self._hooks.memory.numbers()
         if metrics is not None:
             metrics.write(row)
             if self._hooks.on_step is not None:
@@ -318,6 +281,7 @@ class Run:
             "drafter": engine.drafter.config.model_dump(mode="json"),
             "halved": engine.halved,
             "environment": fingerprint(),
+            "memory": None if self._hooks.memory is None else self._hooks.memory.to_json(),
             "data": None if self._hooks.identity is None else self._hooks.identity.to_json(),
         }
         state = {"optimizer": optimizer, "replay": engine.features.state_dict()}

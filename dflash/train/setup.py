@@ -61,5 +61,5 @@ def norm_scale(target: Target) -> Tensor:
     probe = torch.ones(1, weight.shape[0], dtype=weight.dtype, device=weight.device)
     # Running the norm over ones gives the factor that it applies, whatever way it stores it.
     with torch.inference_mode():
-        scale_H = norm(probe)[0]
+        scale_H: Tensor = norm(probe)[0]
     return scale_H.float().clone()

@@ -39,13 +39,15 @@ def rank_main(variables: dict[str, str], job: str, log: str) -> None:
 
 
 class Ranks:
-    """All ranks of a run."""
+    """All ranks of a run; with `stop` they are asked to stop from the beginning."""
 
-    def __init__(self, folder: Path, run: dict[str, Any], size: int) -> None:
+    def __init__(self, folder: Path, run: dict[str, Any], size: int, *, stop: bool = False) -> None:
         folder.mkdir(exist_ok=True)
         job = TrainJob(run=TrainRun.model_validate(run | {"num_processes": size}), work=folder / "work")
         path = folder / "job.json"
         path.write_text(job.model_dump_json())
+        if stop:
+            path.with_suffix(".stop").touch()
         self.result = folder / "job.result.json"
         self.logs = [folder / f"rank{rank}.log" for rank in range(size)]
         common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}

@@ -20,7 +20,8 @@ from dflash.train.checkpoint import load
 from dflash.train.config import LossConfig, OptimizerConfig, ReplayConfig, TrainConfig
 from dflash.train.curves import plot_metrics, read_metrics
 from dflash.train.engine import _SCALARS
-from dflash.train.loop import Hooks, Run, TrainResult
+from dflash.train.hooks import Hooks, TrainResult
+from dflash.train.loop import Run
 from dflash.train.stopping import stop_on_signal
 from dflash.train.world import World
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dflash.train.checkpoint import CheckpointFolder, load
-from dflash.train.curves import read_metrics
+from dflash.train.checkpoint import CheckpointFolder, Snapshot, load
+from dflash.train.curves import MetricsTail, read_metrics
 from dflash.train.job import Places, Watch, train_run
 from dflash.train.run import TrainRun
 from tests.train.rank_processes import Ranks
 from tests.train.tiny_run import publish_rows, tiny_run, write_target
 
-SPLIT = {"mode": "split", "target_ranks": 2, "drafter_ranks": 1}
+TWO_TO_ONE = {"mode": "split", "target_ranks": 2, "drafter_ranks": 1}
+ONE_TO_TWO = {"mode": "split", "target_ranks": 1, "drafter_ranks": 2}
+LONG = {"num_epochs": 100_000, "checkpoint_every": 100_000}
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +36,95 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "data")
 
 
-def alone(tmp_path: Path, dataset: str, target: Path, **train: Any) -> list[float]:
-    run = TrainRun.model_validate(tiny_run(dataset, target, str(tmp_path / "alone"), **train))
-    train_run(run, Places(tmp_path / "work-alone"), Watch(), torch.device("cpu"))
-    return [row["loss"] for row in read_metrics(tmp_path / "alone")]
+def in_one_rank(folder: Path, run: dict[str, Any]) -> Snapshot:
+    train_run(TrainRun.model_validate(run), Places(folder / "work-alone"), Watch(), torch.device("cpu"))
+    return newest(Path(run["output"]))
+
+
+def newest(run_dir: Path) -> Snapshot:
+    path = CheckpointFolder(run_dir / "checkpoints").latest()
+    assert path is not None
+    return load(path)
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(run_dir)]
+
+
+def assert_equal(one: Snapshot, other: Snapshot) -> None:
+    assert one.record["progress"]["batch"] == other.record["progress"]["batch"]
+    assert all(torch.equal(value, other.weights[name]) for name, value in one.weights.items())
 
 
 def test_two_target_ranks_and_one_drafter_rank_train_as_one_rank_does(
     tmp_path: Path, dataset: str, target: Path
 ) -> None:
-    expected = alone(tmp_path, dataset, target)
-    ranks = Ranks(tmp_path, tiny_run(dataset, target, str(tmp_path / "split"), topology=SPLIT), 3)
+    expected = in_one_rank(tmp_path, tiny_run(dataset, target, str(tmp_path / "one")))
+    split = tiny_run(dataset, target, str(tmp_path / "split"))
+    split["train"]["topology"] = TWO_TO_ONE
+    ranks = Ranks(tmp_path / "first", split, 3, stop=True)
     assert ranks.wait() == [0, 0, 0], ranks.log()
-    assert [row["loss"] for row in read_metrics(tmp_path / "split")] == expected
-    newest = [CheckpointFolder(tmp_path / name / "checkpoints").latest() for name in ("alone", "split")]
-    weights = [load(path).weights for path in newest if path is not None]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert json.loads(ranks.result.read_text())["status"] == "stopped"
+    ranks = Ranks(tmp_path / "second", split, 3)
+    assert ranks.wait() == [0, 0, 0], ranks.log()
+    assert_equal(expected, newest(tmp_path / "split"))
+    assert losses(tmp_path / "split") == losses(tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changed", [{}, {"sharding": "fsdp"}, {"loss": {"objective": "kl"}}], ids=["replicate", "fsdp", "kl"]
+)
+def test_one_target_rank_feeds_two_drafter_ranks(
+    tmp_path: Path, dataset: str, target: Path, changed: dict[str, Any]
+) -> None:
+    expected = in_one_rank(tmp_path, tiny_run(dataset, target, str(tmp_path / "one"), accumulation=2, **changed))
+    split = tiny_run(dataset, target, str(tmp_path / "split"), topology=ONE_TO_TWO, **changed)
+    ranks = Ranks(tmp_path / "ranks", split, 3)
+    assert ranks.wait() == [0, 0, 0], ranks.log()
+    assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    found = newest(tmp_path / "split")
+    assert found.record["progress"]["batch"] == expected.record["progress"]["batch"]
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], value, rtol=1e-3, atol=1e-5)
+
+
+def wait_for_steps(run_dir: Path, ranks: Ranks) -> None:
+    tail, deadline = MetricsTail(run_dir), time.monotonic() + 120
+    while tail.newest() is None:
+        assert time.monotonic() < deadline, ranks.log()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("victim", [0, 2], ids=["drafter", "target"])
+def test_when_a_rank_is_killed_all_others_end_and_say_so(
+    tmp_path: Path, dataset: str, target: Path, victim: int
+) -> None:
+    run = tiny_run(dataset, target, str(tmp_path / "split"), topology=TWO_TO_ONE, **LONG)
+    ranks = Ranks(tmp_path / "ranks", run, 3)
+    wait_for_steps(tmp_path / "split", ranks)
+    pid = ranks.processes[victim].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    codes = ranks.wait(60)
+    # A target rank whose drafter rank says why it fails has nothing to add.
+    assert codes[victim] == -signal.SIGKILL
+    assert codes[:1] == [1] if victim else codes[1:] == [1, 1], ranks.log()
+    result = json.loads(ranks.result.read_text())
+    assert result["error"] == "PeerLostError"
+    assert "goes on from the newest checkpoint" in result["message"]
+    if victim == 2:  # the drafter rank lives, so the step it had finished isn't lost
+        assert newest(tmp_path / "split").step > 0
+        assert f"Rank {victim}" in ranks.log()
+
+
+def test_an_error_of_the_target_reaches_the_drafter_rank(tmp_path: Path, dataset: str, target: Path) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for path in target.iterdir():
+        (damaged / path.name).write_bytes(path.read_bytes()[: -500 if path.suffix == ".safetensors" else None])
+    run = tiny_run(dataset, damaged, str(tmp_path / "split"), topology=TWO_TO_ONE)
+    ranks = Ranks(tmp_path / "ranks", run, 3)
+    assert ranks.wait(60) == [1, 1, 1], ranks.log()
+    assert "can't be loaded" in json.loads(ranks.result.read_text())["message"]
+    assert "Rank 1 ended while" in ranks.logs[0].read_text() or "Rank 2 ended while" in ranks.logs[0].read_text()

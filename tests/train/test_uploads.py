@@ -12,7 +12,8 @@ from dflash.errors import TrainingError
 from dflash.model.drafter import Drafter
 from dflash.train.config import TrainConfig
 from dflash.train.curves import read_metrics
-from dflash.train.loop import Hooks, Run
+from dflash.train.hooks import Hooks
+from dflash.train.loop import Run
 
 MakeRun = Callable[[Hooks], Run]
 
