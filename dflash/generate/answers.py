@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dflash.data.completions import ABORTED, FINISH_REASONS, normalise_record
-from dflash.data.messages import CLOSE_TAG, OPEN_TAG
+from dflash.data.messages import CLOSE_TAG, OPEN_TAG, REASONING_FIELDS
 from dflash.data.records import Reason
 from dflash.errors import RecordError
 from dflash.generate.requests import Request, Sampled
 
 EMPTY: Final = "empty"
 ABORTED_KIND: Final = "aborted"
+_MAX_COUNT: Final = 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ def make_record(request: Request, sampled: Sampled, server: str, attempts: int) 
         server: the endpoint that gave it.
         attempts: tries, this one included.
     """
+    if (failure := _refuse_envelope(request, sampled)) is not None:
+        return failure
     finish = sampled.finish_reason
     if not isinstance(finish, str) or finish.casefold() not in FINISH_REASONS:
         is_abort = isinstance(finish, str) and finish.casefold() in ABORTED
@@ -72,6 +75,27 @@ def make_record(request: Request, sampled: Sampled, server: str, attempts: int) 
     return record
 
 
+def _refuse_envelope(request: Request, sampled: Sampled) -> Failure | None:
+    """What is wrong around the message: another model's answer, counts that aren't, two traces that differ."""
+    if isinstance(sampled.model, str) and sampled.model and not _is_same_model(sampled.model, request.model):
+        said = f"asked for the model {request.model!r:.200}, the server answered as {sampled.model!r:.200}"
+        return Failure("other_model", f"{said}. Give `model` as the server names it.", may_retry=False, is_fatal=True)
+    for name in ("output_tokens", "prompt_tokens"):
+        count = getattr(sampled, name)
+        if count is not None and not (type(count) is int and 0 <= count < _MAX_COUNT):
+            return Failure("bad_reply", f"{name}: expected a count, found {count!r:.60}")
+    traces = {text.strip() for text in map(sampled.message.get, REASONING_FIELDS) if isinstance(text, str)} - {""}
+    if len(traces) > 1:
+        return Failure("bad_reply", f"two traces that differ, in {' and '.join(REASONING_FIELDS)}")
+    return None
+
+
+def _is_same_model(found: str, asked: str) -> bool:
+    """Servers leave out the owner, or add a date: `Qwen/Qwen3-8B` is `qwen3-8b`, `gpt-4o` is `gpt-4o-2024-08-06`."""
+    found, asked = (name.rstrip("/").rpartition("/")[2].casefold() for name in (found, asked))
+    return found == asked or found.startswith(f"{asked}-20")
+
+
 def _assemble(request: Request, sampled: Sampled, message: dict[str, Any], server: str) -> dict[str, Any]:
     ids = sampled.output_token_ids
     output_tokens = sampled.output_tokens
@@ -86,7 +110,7 @@ def _assemble(request: Request, sampled: Sampled, message: dict[str, Any], serve
         "source": request.prompt.source,
         "model": request.model,
         "server": server,
-        "system_fingerprint": sampled.fingerprint,
+        "system_fingerprint": sampled.fingerprint if isinstance(sampled.fingerprint, str) else None,
         "finish_reason": sampled.finish_reason,
         "output_tokens": output_tokens,
         "prompt_tokens": sampled.prompt_tokens,
@@ -106,7 +130,7 @@ def _message(sampled: Sampled, thinking: bool | None, *, is_cut: bool) -> tuple[
     """
     given = sampled.message
     content = given.get("content")
-    trace = next((given[name] for name in ("reasoning_content", "reasoning") if given.get(name)), None)
+    trace = next((given[name] for name in REASONING_FIELDS if given.get(name)), None)
     calls = given.get("tool_calls") or None
     cut_thinking = False
     if isinstance(content, str) and not trace:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -16,6 +17,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from dflash.data.records import Reason
 from dflash.data.strict_json import parse_json
 from dflash.errors import RecordError, ServiceError
 from dflash.generate.answers import Failure, make_record
@@ -27,6 +29,8 @@ _MODELS_NAMED = 10
 _OVERLOADED = {429: "too_many_requests", 503: "overloaded", 529: "overloaded"}
 _FATAL = {401: "unauthorised", 403: "forbidden", 404: "not_found"}
 _MAX_RETRY_AFTER_S = 300.0
+# What vLLM, SGLang and OpenAI say of a prompt that doesn't fit.
+_TOO_LONG = re.compile(rb"(?i)context[_ ]length|maximum context|longer than the model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,8 @@ class Client:
         try:
             reply = parse_json(data)
         except RecordError as error:
-            return Failure("broken_json", error.message)
+            # Half a character is what the model sampled: the same seed would give it again.
+            return Failure("broken_json", error.message, other_seed=error.reason == Reason.INVALID_UNICODE)
         try:
             sampled = self.dialect.read(reply)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -100,33 +105,36 @@ def open_session(api_key: str | None, max_in_flight: int) -> aiohttp.ClientSessi
 
 
 async def find_model(session: aiohttp.ClientSession, endpoints: tuple[str, ...]) -> str:
-    """The only model that the first endpoint which answers serves.
+    """The only model that the endpoints which answer serve.
 
     Raises:
-        ServiceError: none answers, or it serves several; names what was found.
+        ServiceError: none answers, or they serve several; names what was found.
     """
-    found = []
-    for endpoint in endpoints:
-        try:
-            async with asyncio.timeout(10), session.get(f"{endpoint}/models", allow_redirects=False) as response:
-                data = await _read(response) or b""
-        except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
-            found.append(f"  {endpoint}/models: {type(error).__name__}: {_brief(error)}")
-            continue
-        try:
-            names = [str(item["id"]) for item in parse_json(data)["data"]]
-        except (RecordError, LookupError, TypeError):
-            text = data[:_SHOWN].decode(errors="replace")
-            found.append(f"  {endpoint}/models: no list of models, but status {response.status}: {text}")
-            continue
-        if len(names) == 1:
-            return names[0]
-        more = f" and {len(names) - _MODELS_NAMED} more" if len(names) > _MODELS_NAMED else ""
-        found.append(f"  {endpoint} serves {', '.join(names[:_MODELS_NAMED]) or 'no model'}{more}")
-    listed = "\n".join(found)
+    found = await asyncio.gather(*(_models_of(session, endpoint) for endpoint in endpoints))
+    served = {name for names, _ in found for name in names}
+    if len(served) == 1:
+        return served.pop()
+    listed = "\n".join(text for _, text in found)
     raise ServiceError(
-        f"Expected an endpoint that serves one model, found:\n{listed}\nCheck endpoint and API key, or give `model`."
+        f"Expected endpoints that serve one and the same model, found:\n{listed}\n"
+        "Check endpoint and API key, or give `model`."
     )
+
+
+async def _models_of(session: aiohttp.ClientSession, endpoint: str) -> tuple[list[str], str]:
+    """Names of the models that an endpoint serves, and a line that says what was found."""
+    try:
+        async with asyncio.timeout(10), session.get(f"{endpoint}/models", allow_redirects=False) as response:
+            data = await _read(response) or b""
+    except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
+        return [], f"  {endpoint}/models: {type(error).__name__}: {_brief(error)}"
+    try:
+        names = [str(item["id"]) for item in parse_json(data)["data"]]
+    except (RecordError, LookupError, TypeError):
+        text = data[:_SHOWN].decode(errors="replace")
+        return [], f"  {endpoint}/models: no list of models, but status {response.status}: {text}"
+    more = f" and {len(names) - _MODELS_NAMED} more" if len(names) > _MODELS_NAMED else ""
+    return names, f"  {endpoint} serves {', '.join(names[:_MODELS_NAMED]) or 'no model'}{more}"
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes | None:
@@ -152,7 +160,8 @@ def _refusal(status: int, data: bytes, retry_after: str | None) -> Failure:
         return Failure(_FATAL[status], text, may_retry=False, is_fatal=True)
     if status < 400:
         return Failure("redirected", text, may_retry=False, is_fatal=True)
-    return Failure("refused", text, may_retry=False)
+    is_too_long = status == 413 or _TOO_LONG.search(data) is not None
+    return Failure("too_long" if is_too_long else "refused", text, may_retry=False)
 
 
 def _seconds(retry_after: str | None) -> float:

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from dflash.config import RunModel
+from dflash.data.strict_json import check_value
+from dflash.errors import RecordError
 
 
 class SamplingOptions(RunModel):
@@ -89,6 +91,16 @@ class GenerateRun(RunModel):
         if reserved := RESERVED_KWARGS.intersection(kwargs):
             raise ValueError(f"{', '.join(sorted(reserved))} can't be passed: rendering itself sets them")
         return kwargs
+
+    @field_validator("chat_template_kwargs", "tools")
+    @classmethod
+    def _json_alone(cls, value: Any) -> Any:
+        """TOML has dates and infinities, which no request can hold."""
+        try:
+            check_value(list(value) if isinstance(value, tuple) else value, "it")
+        except RecordError as error:
+            raise ValueError(error.message) from None
+        return value
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

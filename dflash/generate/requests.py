@@ -84,6 +84,7 @@ class Sampled:
         output_token_ids: where the server gives them.
         prompt_token_ids: likewise.
         fingerprint: the server's `system_fingerprint`.
+        model: the name that the server answered under.
     """
 
     message: dict[str, Any]
@@ -93,6 +94,7 @@ class Sampled:
     output_token_ids: Any = None
     prompt_token_ids: Any = None
     fingerprint: Any = None
+    model: Any = None
 
 
 class Dialect(Protocol):
@@ -152,6 +154,7 @@ class OpenAIDialect:
             choice.get("token_ids"),
             reply.get("prompt_token_ids"),
             reply.get("system_fingerprint"),
+            reply.get("model"),
         )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from dflash.data.completions import normalise_record
 from dflash.generate.answers import Failure, make_record
 from dflash.generate.config import GenerateRun, SamplingOptions
+from dflash.generate.looks import Look, look_at
 from dflash.generate.prompts import Prompt
 from dflash.generate.requests import OpenAIDialect, Request, SGLangDialect, make_request
 
@@ -102,6 +105,79 @@ def test_no_record_without_a_response(message: dict[str, Any], finish: Any, kind
     assert isinstance(failure, Failure)
     assert failure.may_retry
     assert failure.kind == (kind or "unusable_tool_arguments_not_json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"usage": {"completion_tokens": -1}}, "bad_reply"),
+        ({"usage": {"completion_tokens": 3, "prompt_tokens": -5}}, "bad_reply"),
+        ({"usage": {"prompt_tokens": "many"}}, "bad_reply"),
+        ({"usage": {"completion_tokens": True}}, "bad_reply"),
+        ({"usage": {"completion_tokens": 10**400}}, "bad_reply"),
+        ({"usage": {"completion_tokens": 1.5}}, "bad_reply"),
+        ({"usage": None}, None),
+        ({"model": "other"}, "other_model"),
+        ({"model": "another/M"}, None),
+        ({"model": "m-2024-08-06"}, None),
+        ({"model": "m-large"}, "other_model"),
+        ({"model": 5}, None),
+        ({"system_fingerprint": {"a": 1e999}}, None),
+        ({"prompt_token_ids": [1, -1]}, "unusable_bad_field"),
+        ({"prompt_token_ids": [2**31]}, "unusable_bad_field"),
+    ],
+)
+def test_what_surrounds_a_message_is_held_to_its_meaning(changes: dict[str, Any], kind: str | None) -> None:
+    record = make_record(request(), OpenAIDialect().read(reply({"content": "Yes"}) | changes), "a", 1)
+    if kind is None:
+        assert isinstance(record, dict)
+        look = msgspec.convert(look_at(record), Look)
+        assert json.loads(msgspec.json.encode(record)) == record
+        assert look["output_tokens"] in (3, None)
+    else:
+        assert isinstance(record, Failure)
+        assert (record.kind, record.is_fatal) == (kind, kind == "other_model")
+
+
+@pytest.mark.parametrize(
+    ("message", "trace"),
+    [
+        ({"content": "Yes", "reasoning_content": "Hm.", "reasoning": "Hm.\n"}, "Hm."),
+        ({"content": "Yes", "reasoning_content": "", "reasoning": "Hm."}, "Hm."),
+        ({"content": "Yes", "thinking": "Hm."}, "Hm."),
+        ({"content": "Yes", "reasoning_content": "Hm.", "reasoning": "Ah."}, None),
+        ({"content": "Yes", "reasoning_content": ["Hm."]}, None),
+    ],
+)
+def test_one_trace_by_whatever_name(message: dict[str, Any], trace: str | None) -> None:
+    record = read(message)
+    if trace is None:
+        assert isinstance(record, Failure)
+    else:
+        assert normalise_record(record).messages[-1]["reasoning_content"] == trace
+
+
+@pytest.mark.parametrize(
+    ("calls", "kind"),
+    [
+        ([{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1e400}'}}], "invalid_number"),
+        ([{"function": {"name": "f", "arguments": "[1]"}}], "tool_arguments_not_object"),
+        ([{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}], "duplicate_key"),
+        ([{"function": {"name": "", "arguments": "{}"}}], "bad_field"),
+        ([{"function": {"name": "f"}}], "bad_field"),
+        ([{"type": "web_search", "function": {"name": "f", "arguments": "{}"}}], "bad_field"),
+        ("f()", "bad_field"),
+        ([{"function": {"name": "f", "arguments": {"a": 10**30}}}], None),
+        ([{"function": {"name": "f", "arguments": None}}], None),
+    ],
+)
+def test_calls_that_training_could_not_read_are_asked_again(calls: Any, kind: str | None) -> None:
+    record = read({"content": None, "tool_calls": calls}, "tool_calls")
+    if kind is None:
+        assert json.loads(msgspec.json.encode(record))["messages"][-1]["tool_calls"] == calls
+    else:
+        assert isinstance(record, Failure)
+        assert (record.kind, record.other_seed) == (f"unusable_{kind}", True)
 
 
 @pytest.mark.parametrize("broken", [{}, {"choices": []}, {"choices": [{"message": "text"}]}, [], "text", None])

@@ -17,6 +17,7 @@ from dflash.generate.prompts import Prompt
 from dflash.generate.requests import OpenAIDialect, make_request
 from tests.generate.stub_server import Stub, serving, unused_url
 
+ONCE = ("refused", "too_long", "redirected", "unauthorised", "not_found", "other_model")
 RUN = GenerateRun(prompts="p", batch="b", endpoints=("http://a/v1",))
 REQUEST = make_request(Prompt("q", [{"role": "user", "content": "Why?"}]), RUN, "m")
 
@@ -58,7 +59,20 @@ def ask(url: str, timeout_s: float = 10) -> Any:
         (http(200, b'{"choices": [{"message": {"content": "\\ud83d"}, "finish_reason": "stop"}]}'), "broken_json"),
         (http(201, b"{}"), "redirected"),
         (http(302, b"", "location: http://127.0.0.1:1/\r\n"), "redirected"),
-        (http(400, b"context too long"), "refused"),
+        (http(400, b"bad tools"), "refused"),
+        (http(400, b"This model's maximum context length is 4096 tokens"), "too_long"),
+        (http(400, b'{"error": {"code": "context_length_exceeded"}}'), "too_long"),
+        (http(413, b""), "too_long"),
+        (http(200, b"<html>log in</html>", "content-type: text/html\r\n"), "broken_json"),
+        (http(200, b'{"choices": "none", "usage": 5}'), "bad_reply"),
+        (
+            http(200, b'{"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}], "usage": [1]}'),
+            "bad_reply",
+        ),
+        (
+            http(200, b'{"model": "x", "choices": [{"message": {"content": "a"}, "finish_reason": "stop"}]}'),
+            "other_model",
+        ),
         (http(422, b""), "refused"),
         (http(401, b""), "unauthorised"),
         (http(404, b""), "not_found"),
@@ -78,7 +92,8 @@ def test_strange_replies(data: bytes, kind: str) -> None:
         failure = ask(stub.url)
     assert isinstance(failure, Failure)
     assert failure.kind == kind
-    assert failure.may_retry == (kind not in ("refused", "redirected", "unauthorised", "not_found"))
+    assert failure.may_retry == (kind not in ONCE)
+    assert failure.other_seed == (b"ud83d" in data), "what was sampled is sampled again otherwise"
     assert failure.retry_after_s == (3 if kind == "too_many_requests" else 0)
 
 
@@ -115,6 +130,18 @@ def test_the_model_is_asked_for() -> None:
         url = stub.url
         with pytest.raises(ServiceError, match="serves a, b"):
             asyncio.run(find(url))
+
+
+def test_endpoints_that_serve_different_models_are_refused() -> None:
+    async def find(*urls: str) -> str:
+        async with open_session(None, 1) as session:
+            return await find_model(session, urls)
+
+    one, other = (Raw(data=http(200, b'{"data": [{"id": "%s"}]}' % name)) for name in (b"stub", b"larger"))
+    with serving(Stub()) as first, serving(one) as second, serving(other) as third:
+        assert asyncio.run(find(first.url, second.url)) == "stub"
+        with pytest.raises(ServiceError, match=r"(?s)serves stub.*serves larger"):
+            asyncio.run(find(first.url, third.url))
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from dflash.config import MergeRun, RefreshRun, TokenizeRun
 from dflash.data.dataset import DatasetRoot
 from dflash.data.discovery import find_batches
 from dflash.errors import DatasetError, ServiceError, UsageError
+from dflash.generate.config import GenerateRun
 from dflash.generate.session import GenerateSession
 from dflash.storage import open_store
 from tests.generate.conftest import MakeRun, completions, generate, prompt, records, write_prompts
@@ -52,6 +54,46 @@ def test_faults_lose_and_repeat_nothing(tmp_path: Path, make_run: MakeRun) -> No
     assert all(stub.faulted[name] for name in ("reset", "busy", "truncated"))
     assert outcome.tries == 150 + sum(outcome.kinds.values())
     assert outcome.kinds["too_many_requests"] == stub.faulted["busy"]
+
+
+def test_odd_answers_are_asked_again_and_poison_nothing(tmp_path: Path, make_run: MakeRun) -> None:
+    odd: list[dict[str, Any]] = [
+        {"usage": {"completion_tokens": 11, "prompt_tokens": "many"}},
+        {"usage": {"completion_tokens": -3}},
+        {"usage": {"completion_tokens": 10**30}},
+        {"choices": [{"message": {"content": "\ud83d"}, "finish_reason": "stop"}]},
+        {"choices": [{"message": {"content": "a", "tool_calls": [{}]}, "finish_reason": "stop"}]},
+        {"choices": [{"message": {"content": "a"}, "finish_reason": "stop", "token_ids": [0.5]}]},
+        {"choices": {}},
+    ]
+
+    def oddly(request: dict[str, Any]) -> dict[str, Any]:
+        number = int(request["messages"][-1]["content"].split()[-1])
+        first = number < len(odd) and stub.seen[f"question {number}"] == 1
+        return answer(request) | (odd[number] if first else {})
+
+    with serving(Stub(answer=oddly)) as stub:
+        outcome = generate(make_run(stub, 12), tmp_path / "work")
+    assert (outcome.is_complete, outcome.num_failed) == (True, 0)
+    assert outcome.kinds == {"bad_reply": 4, "broken_json": 1, "unusable_bad_field": 2}
+    assert len(completions(tmp_path / "batch")) == 12
+
+
+def test_a_server_of_another_model_stops_the_run(tmp_path: Path, make_run: MakeRun) -> None:
+    with (
+        serving(Stub(answer=lambda request: answer(request) | {"model": "other"})) as stub,
+        pytest.raises(ServiceError, match=r"other_model\): asked for the model 'stub', the server answered as 'other'"),
+    ):
+        generate(make_run(stub, 20, model="stub"), tmp_path / "work")
+    assert not list((tmp_path / "batch").glob("part-*"))
+
+
+@pytest.mark.parametrize(
+    "value", [{"chat_template_kwargs": {"a": float("nan")}}, {"tools": ({"maximum": float("inf")},)}]
+)
+def test_parameters_that_no_request_can_hold_are_refused(value: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="expected finite numbers"):
+        GenerateRun(prompts="p", batch="b", endpoints=("http://a",), **value)
 
 
 def test_failures_are_listed_and_done_again(tmp_path: Path, make_run: MakeRun) -> None:
