@@ -10,7 +10,7 @@ Legend: B slots of a block, L = B-1 drafts, H hidden size, V vocabulary, F featu
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,11 +31,13 @@ class DecodeOptions:
         max_new_tokens: at most so many.
         eos_ids: any of these ends the sequence and is part of it.
         sampling: how tokens are chosen.
+        is_stopped: asked before each round; a decoding that is stopped ends with what it has.
     """
 
     max_new_tokens: int
     eos_ids: Collection[int] = ()
     sampling: Sampling = field(default_factory=Sampling)
+    is_stopped: Callable[[], bool] = bool  # `bool()` is False: never
 
 
 @dataclass(slots=True)
@@ -103,6 +105,8 @@ class Speculator:
         done.ids.append(chooser.next_token(first.logits_XV[-1]))
         done.prefill_s = self._clock() - started
         while len(done.ids) < options.max_new_tokens and done.ids[-1] not in options.eos_ids:
+            if options.is_stopped():
+                break
             self._round(done, len(prompt_ids), session, cache, chooser, options)
         done.ids = done.ids[: options.max_new_tokens]
         done.num_passes = session.num_passes

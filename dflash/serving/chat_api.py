@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Collection
@@ -11,10 +12,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from dflash.data.chat import template_messages
+from dflash.data.messages import normalise_message
 from dflash.data.prompting import prompt_token_ids
 from dflash.data.tokenizer import TargetTokenizer
 from dflash.errors import RecordError, ServiceError
@@ -23,6 +27,8 @@ from dflash.serving.decoding import Decoding
 from dflash.serving.engine import Decoded, Engine
 
 MAX_BODY_BYTES = 64 << 20
+
+log = logging.getLogger(__name__)
 
 
 class ChatRequest(BaseModel):
@@ -45,6 +51,11 @@ class ChatRequest(BaseModel):
     n: Literal[1] | None = None
     stream: Literal[False] | None = None
     stop: None = None
+    response_format: None = None
+    logit_bias: None = None
+    presence_penalty: float | None = Field(default=None, ge=0, le=0)
+    frequency_penalty: float | None = Field(default=None, ge=0, le=0)
+    min_p: float | None = Field(default=None, ge=0, le=0)
 
 
 @dataclass
@@ -54,11 +65,12 @@ class Refusal(Exception):  # noqa: N818 (a reply, not an error of ours)
     status: int
     message: str
     kind: str = "invalid_request_error"
+    code: str | None = None
 
     def response(self) -> JSONResponse:
         """The reply in OpenAI's words."""
         headers = {"Retry-After": "1"} if self.status in (429, 503) else None
-        content = {"error": {"message": self.message, "type": self.kind, "code": self.status}}
+        content = {"error": {"message": self.message, "type": self.kind, "param": None, "code": self.code}}
         return JSONResponse(content, self.status, headers)
 
 
@@ -87,7 +99,7 @@ class ChatServer:
             Route("/v1/models", self._models),
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
         ]
-        return Starlette(routes=routes)
+        return Starlette(routes=routes, exception_handlers={HTTPException: _not_there, Exception: _failed})
 
     async def _health(self, _request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok", "model": self.name})
@@ -104,11 +116,13 @@ class ChatServer:
 
     async def _complete(self, request: Request) -> JSONResponse:
         try:
-            asked = await _read(request)
-            decoding = await asyncio.to_thread(self._decoding, asked)
+            asked, body_bytes = await _read(request)
+            decoding = await asyncio.to_thread(self._decoding, asked, body_bytes)
             decoded = await self._decoded(decoding)
         except Refusal as refusal:
             return refusal.response()
+        except asyncio.CancelledError:  # uvicorn does it when its time to stop is over, and awaits nothing behind it
+            return Refusal(503, "the server is stopping; ask another one", "overloaded").response()
         return JSONResponse(self._reply(asked, decoding, decoded))
 
     async def _decoded(self, decoding: Decoding) -> Decoded:
@@ -119,25 +133,43 @@ class ChatServer:
             return await asyncio.wrap_future(future)
         except ServiceError as error:
             raise Refusal(503, str(error), "overloaded") from error
+        except Exception as error:
+            log.exception("decoding failed")
+            raise Refusal(500, f"decoding failed: {type(error).__name__}: {error}", "server_error") from error
 
-    def _decoding(self, asked: ChatRequest) -> Decoding:
+    def _decoding(self, asked: ChatRequest, body_bytes: int) -> Decoding:
         """Render and check a request."""
         if asked.model not in (None, self.name):
             raise Refusal(404, f"the model {asked.model!r} is not served; expected {self.name!r}", "not_found_error")
         try:
+            self._require_short(asked, body_bytes)
             ids = prompt_token_ids(self.tokenizer, asked.messages, asked.tools, asked.chat_template_kwargs)
         except RecordError as error:
             raise Refusal(400, str(error)) from error
         room = self.max_tokens - len(ids)
-        limit = asked.max_completion_tokens or asked.max_tokens or room
-        if not ids or limit > room or room < 1:
-            raise Refusal(
-                400,
-                f"This model's maximum context length is {self.max_tokens} tokens; the prompt has {len(ids)} and "
-                f"{limit} are asked for.",
-            )
+        limit = asked.max_completion_tokens or asked.max_tokens or max(1, room)
+        if limit > room:
+            raise self._too_long(f"the prompt has {len(ids)} and {limit} are asked for")
+        if not ids:
+            raise Refusal(400, "the template renders nothing of this prompt")
         seed = int.from_bytes(uuid.uuid4().bytes[:4]) if asked.seed is None else asked.seed % 2**63
         return Decoding(ids, limit, Sampling(asked.temperature, asked.top_p, seed), asked.top_k)
+
+    def _require_short(self, asked: ChatRequest, body_bytes: int) -> None:
+        """Refuse what is too long whatever its tokens are: encoding megabytes would take longer than clients wait."""
+        longest = self.tokenizer.token_bytes.longest
+        if longest is None or body_bytes <= self.max_tokens * longest:
+            return
+        plain = [normalise_message(message, index, thinking_off=False) for index, message in enumerate(asked.messages)]
+        template, kwargs = self.tokenizer.template, asked.chat_template_kwargs
+        text = template.render(template_messages(plain), asked.tools, kwargs, add_generation_prompt=True)
+        size = self.tokenizer.token_bytes.normalised_size(text)
+        if size > self.max_tokens * longest:
+            raise self._too_long(f"the prompt has at least {size // longest} in {size} bytes")
+
+    def _too_long(self, found: str) -> Refusal:
+        message = f"This model's maximum context length is {self.max_tokens} tokens; {found}."
+        return Refusal(400, message, code="context_length_exceeded")
 
     def _reply(self, asked: ChatRequest, decoding: Decoding, decoded: Decoded) -> dict[str, Any]:
         ended = decoded.ids[-1] in self.end_ids
@@ -168,16 +200,31 @@ class ChatServer:
         return reply
 
 
-async def _read(request: Request) -> ChatRequest:
-    """The body, bounded and checked."""
-    chunks, size = [], 0
+async def _read(request: Request) -> tuple[ChatRequest, int]:
+    """The body, checked, and its size; one that is too large is read to its end, so that its sender hears of it."""
+    chunks: list[bytes] = []
+    size = 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > MAX_BODY_BYTES:
-            raise Refusal(413, f"the request has more than {MAX_BODY_BYTES >> 20} MiB")
-        chunks.append(chunk)
+            chunks.clear()
+        else:
+            chunks.append(chunk)
+    if size > MAX_BODY_BYTES:
+        raise Refusal(413, f"the request has {size >> 20} MiB; expected at most {MAX_BODY_BYTES >> 20} MiB")
     try:
-        return ChatRequest.model_validate_json(b"".join(chunks))
+        return ChatRequest.model_validate_json(b"".join(chunks)), size
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
         raise Refusal(400, problems) from error
+
+
+def _not_there(request: Request, error: Exception) -> JSONResponse:
+    """A path or a method that isn't served."""
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    return Refusal(status, f"{request.method} {request.url.path} is not served", "not_found_error").response()
+
+
+def _failed(_request: Request, error: Exception) -> JSONResponse:
+    """A failure that nobody expected; the server's log has the whole of it."""
+    return Refusal(500, f"the server failed: {type(error).__name__}: {error}", "server_error").response()

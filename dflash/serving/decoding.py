@@ -9,7 +9,7 @@ Legend: b rows, X tokens of a pass, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +48,9 @@ class _Row:
 
 
 @torch.inference_mode()
-def decode_batch(model: Any, decodings: Sequence[Decoding], end_ids: Collection[int]) -> list[list[int]]:
+def decode_batch(
+    model: Any, decodings: Sequence[Decoding], end_ids: Collection[int], is_stopped: Callable[[], bool] = bool
+) -> list[list[int]]:
     """New ids of each prompt, an end id included where the model came to it.
 
     Greedy ids are those of the prompt alone up to rounding: sums run in another order in a batch.
@@ -57,6 +59,7 @@ def decode_batch(model: Any, decodings: Sequence[Decoding], end_ids: Collection[
         model: a causal language model.
         decodings: at least one.
         end_ids: any of these ends a row.
+        is_stopped: asked before each pass; all rows end with what they have. By default nobody stops it.
     """
     device = model.get_input_embeddings().weight.device
     rows = [_Row(i, one, Chooser(one.sampling), []) for i, one in enumerate(decodings)]
@@ -68,7 +71,7 @@ def decode_batch(model: Any, decodings: Sequence[Decoding], end_ids: Collection[
     ids_bX, seen_bX = ids.to(device), seen.to(device)
     cache = DynamicCache(config=model.config)
     cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    while rows:
+    while rows and not is_stopped():
         position_bX = (seen_bX.cumsum(dim=1) - 1).clamp(min=0)[:, -ids_bX.shape[1] :]
         output = model(
             input_ids=ids_bX,

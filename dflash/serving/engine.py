@@ -76,11 +76,15 @@ class Engine:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """End after the batch in work; what waits is refused."""
+        """See `stop`; returns when the thread has ended."""
+        self.stop()
+        self._thread.join()
+
+    def stop(self) -> None:
+        """End before the next pass of the target; what waits and what is in work is refused."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
-        self._thread.join()
 
     def submit(self, decoding: Decoding) -> Future[Decoded] | None:
         """Queue a request; None where too many wait already."""
@@ -101,12 +105,18 @@ class Engine:
                 for entry in batch:
                     entry.future.set_exception(error)
                 continue
+            if self._is_stopping:  # what there is may be cut: nobody could tell
+                self._refuse(batch)
+                break
             seconds = time.perf_counter() - started
             for entry, (ids, accepted) in zip(batch, answers, strict=True):
                 entry.future.set_result(Decoded(ids, seconds, accepted))
-        for entry in self._waiting:
-            if entry.future.set_running_or_notify_cancel():
-                entry.future.set_exception(ServiceError("the server is stopping; ask another one"))
+        self._refuse([entry for entry in self._waiting if entry.future.set_running_or_notify_cancel()])
+
+    @staticmethod
+    def _refuse(entries: Sequence[_Waiting]) -> None:
+        for entry in entries:
+            entry.future.set_exception(ServiceError("the server is stopping; ask another one"))
 
     def _take(self) -> list[_Waiting] | None:
         """The next batch; None when the engine stops."""
@@ -125,7 +135,10 @@ class Engine:
             return []
         if self._speculator is not None and len(decodings) == 1 and decodings[0].top_k is None:
             one = decodings[0]
-            options = DecodeOptions(one.max_tokens, self._end_ids, one.sampling)
+            options = DecodeOptions(one.max_tokens, self._end_ids, one.sampling, self._has_to_stop)
             decoded = self._speculator.decode(one.prompt_ids, options)
             return [(decoded.ids, decoded.accepted)]
-        return [(ids, None) for ids in decode_batch(self._model, decodings, self._end_ids)]
+        return [(ids, None) for ids in decode_batch(self._model, decodings, self._end_ids, self._has_to_stop)]
+
+    def _has_to_stop(self) -> bool:
+        return self._is_stopping

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import uvicorn
+from starlette.applications import Starlette
 
 from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
 from dflash.errors import ServiceError
@@ -27,6 +29,8 @@ from dflash.serving.engine import Engine
 from dflash.storage import S3Credentials
 
 DEFAULT_CONTEXT = 4096  # where the target's configuration names none
+GRACE_S = 5.0  # what requests in work have to end when the server is told to stop
+CLOSE_S = 2  # until clients that neither ask nor read are left alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions, credentials: S3Credentials | None, cache: Path, ready: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT; requests in work are answered first.
+    """Serve until SIGTERM or SIGINT; then requests in work have five seconds, and what is left is refused.
 
     Args:
         options: what and where.
@@ -75,9 +79,8 @@ def serve(options: ServeOptions, credentials: S3Credentials | None, cache: Path,
             limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_CONTEXT
             name = options.name or Path(options.target).name
             app = ChatServer(engine, tokenizer, name, int(limit), ends).app()
-            config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=30)
             host, port = listening.getsockname()[:2]
-            server = _Server(config, lambda: ready(f"http://{host}:{port}/v1"))
+            server = _Server(app, lambda: ready(f"http://{host}:{port}/v1"), engine.stop)
             with _stop_is_no_failure():
                 server.run(sockets=[listening])
 
@@ -104,16 +107,23 @@ def _stop_is_no_failure() -> Iterator[None]:
 
 
 class _Server(uvicorn.Server):
-    """Tells when it is ready."""
+    """Tells when it is ready, and stops the engine when requests in work have had their time."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
+    def __init__(self, app: Starlette, ready: Callable[[], None], stop: Callable[[], None]) -> None:
+        limit = int(GRACE_S) + CLOSE_S
+        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=limit))
         self._ready = ready
+        self._stop = stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
         await super().startup(sockets)
         self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn; what the engine refuses is answered before connections are cut."""
+        asyncio.get_running_loop().call_later(GRACE_S, self._stop)
+        await super().shutdown(sockets)
 
 
 def _listen(host: str, port: int) -> socket.socket:

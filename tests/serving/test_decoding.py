@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from dflash.errors import ServiceError
 from dflash.eval.sampling import Sampling
 from dflash.eval.speculate import Speculator
 from dflash.model.drafter import Drafter
@@ -71,6 +72,22 @@ def test_the_engine_decodes_what_waits_together_and_refuses_when_it_stops(model:
     assert [len(answer.ids) for answer in answers] == [3] * 6
     assert len({answer.seconds for answer in answers}) < 6, "at least two were in one batch"
     assert engine.submit(Decoding([5], 1)) is None
+
+
+def test_what_is_in_work_is_refused_when_the_engine_stops(model: Any) -> None:
+    with Engine(model, END) as engine:
+        working, waiting = engine.submit(Decoding([5], 10**6)), None
+        while waiting is None or not working.running():  # type: ignore[union-attr]
+            waiting = engine.submit(Decoding([6], 1))
+    for future in (working, waiting):
+        assert future is not None
+        assert isinstance(future.exception(60), ServiceError)
+
+
+def test_a_stopped_decoding_ends_with_what_it_has(model: Any) -> None:
+    stops = iter([False, False, True])
+    whole = decode_batch(model, [Decoding([5, 6, 7], 9)], END)
+    assert decode_batch(model, [Decoding([5, 6, 7], 9)], END, lambda: next(stops)) == [whole[0][:2]]
 
 
 def test_a_failing_batch_fails_alone(model: Any) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -15,7 +18,7 @@ import pytest
 from dflash.data.tokenizer import load_tokenizer
 from dflash.errors import UsageError
 from dflash.generate.config import GenerateRun, SamplingOptions
-from dflash.serving.server import ServeOptions, serve
+from dflash.serving.server import CLOSE_S, GRACE_S, ServeOptions, serve
 from tests.generate.conftest import completions, generate, prompt, write_prompts
 
 
@@ -35,7 +38,7 @@ def server(tiny_target: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 def test_it_answers_the_official_client_and_a_whole_generation(
     server: tuple[str, subprocess.Popen[str]], tmp_path: Path, smollm2_tokenizer_dir: Path
 ) -> None:
-    url, process = server
+    url, _ = server
     assert url.startswith("http://127.0.0.1:")
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["tiny"]
@@ -69,8 +72,23 @@ def test_it_answers_the_official_client_and_a_whole_generation(
     for one in completions(tmp_path / "batch"):
         assert one.prompt_token_ids
         assert one.output_tokens == len(one.output_token_ids or ())
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+
+
+def test_a_stopping_server_waits_for_nobody_long(server: tuple[str, subprocess.Popen[str]]) -> None:
+    """One client has sent half a request, another keeps its connection; both hold nothing up."""
+    url, process = server
+    address = (urlsplit(url).hostname, urlsplit(url).port)
+    with socket.create_connection(address) as stuck, socket.create_connection(address) as idle:
+        stuck.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+        idle.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert idle.recv(4096).startswith(b"HTTP/1.1 200")
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        reply = b"".join(iter(lambda: stuck.recv(4096), b""))
+        assert time.monotonic() - started < GRACE_S + CLOSE_S + 8, "thirty seconds were too long"
+        assert b"503 Service Unavailable" in reply
+        assert b'"error":{"message":"the server is stopping' in reply
+        assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:99", ""])
