@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from dflash.model.layout import DrafterConfig, trainable_parameters
 from dflash.train.config import ReplayConfig, TrainConfig
+from dflash.train.topology import Role
 
 # fp32 weights, fp32 gradients, two fp32 moments of AdamW.
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8
@@ -102,6 +103,12 @@ def optimizer_bytes(network: DrafterConfig) -> int:
     return trainable_parameters(network) * (WEIGHT_BYTES + GRADIENT_BYTES + MOMENT_BYTES)
 
 
+def frozen_bytes(network: DrafterConfig, target: TargetShape) -> int:
+    """Return the bytes of the target's embedding and head, which the drafter shares with it."""
+    tensors = 1 if network.tie_word_embeddings else 2
+    return tensors * network.vocab_size * network.hidden_size * target.bytes_per_value
+
+
 def plan_memory(
     config: TrainConfig,
     network: DrafterConfig,
@@ -109,34 +116,43 @@ def plan_memory(
     *,
     world_size: int = 1,
     environment_bytes: int = DEFAULT_ENVIRONMENT_BYTES,
+    role: Role = "colocated",
 ) -> MemoryPlan:
     """Add up what one rank holds at the highest peak of a step.
 
     Args:
         config: packs, anchors, chunks, sharding, replay, as the device sees it (`seen_by_device`).
         network: the drafter.
-        target: on the same device (colocated topology).
-        world_size: ranks; only FSDP makes the drafter's part smaller.
+        target: of the run.
+        world_size: ranks of a colocated run; only FSDP makes the drafter's part smaller.
         environment_bytes: what CUDA and the allocator take beside tensors.
+        role: what the rank does.
     """
-    ranks = world_size if config.sharding == "fsdp" else 1
-    parameters = trainable_parameters(network) // ranks
-    always = {
-        "target weights": target.num_parameters * target.bytes_per_value,
-        "drafter weights": parameters * WEIGHT_BYTES,
-        "optimizer": parameters * MOMENT_BYTES,
-        "replay": config.replay.max_bytes,
-        "environment": environment_bytes,
-    }
+    topology, packs = config.topology, 1
+    trainers = topology.drafter_ranks if topology.mode == "split" else world_size
+    parameters = trainable_parameters(network) // (trainers if config.sharding == "fsdp" else 1)
+    always: dict[str, int] = {}
+    if role == "drafter":
+        always["target's embedding and head"] = frozen_bytes(network, target)
+        packs = config.accumulation if topology.mode == "split" else 1  # a step may begin anew, so its packs stay
+    else:
+        always["target weights"] = _target_weight_bytes(config, network, target)
+    if role == "target":
+        packs = 1 + _waiting_packs(config)
+    else:
+        always |= {"drafter weights": parameters * WEIGHT_BYTES, "optimizer": parameters * MOMENT_BYTES}
+        always["replay"] = config.replay.max_bytes
+    always["environment"] = environment_bytes
     gradients = {"gradients": parameters * GRADIENT_BYTES}
-    kept = gradients if config.accumulation > 1 else {}
-    features = {"features": config.pack_tokens * feature_bytes_per_token(network, target.bytes_per_value)}
+    kept = gradients if config.accumulation > 1 and role != "target" else {}
+    features = {"features": packs * config.pack_tokens * feature_bytes_per_token(network, target.bytes_per_value)}
     peaks = {
         "target pass": {**kept, **features, "target forward": _target_forward_bytes(config, target)},
         "backward pass": {**kept, **features, **_backward_parts(config, network)},
         "update": gradients,  # fused: no temporaries
     }
-    peak = max(peaks, key=lambda name: sum(peaks[name].values()))
+    happen = {"target": ["target pass"], "drafter": ["backward pass", "update"]}.get(role, list(peaks))
+    peak = max(happen, key=lambda name: sum(peaks[name].values()))
     return MemoryPlan(always | peaks[peak], peak)
 
 
@@ -150,6 +166,22 @@ def plan_storage(
     return StoragePlan(
         per_token, round(tokens * per_token), config.pack_tokens * per_token, 2 * target.num_parameters * depth * tokens
     )
+
+
+def _target_weight_bytes(config: TrainConfig, network: DrafterConfig, target: TargetShape) -> int:
+    """The whole target; spread over ranks, this one's share, the layer that runs and the one that is fetched."""
+    whole = target.num_parameters * target.bytes_per_value
+    if not config.topology.shard_target:
+        return whole
+    layer = (whole - frozen_bytes(network, target)) // network.num_target_layers
+    return whole // config.topology.target_ranks + 2 * layer + frozen_bytes(network, target)
+
+
+def _waiting_packs(config: TrainConfig) -> int:
+    """Packs whose features wait in a target rank: all that its drafter ranks may ask for."""
+    topology = config.topology
+    asked = (topology.lookahead(config.accumulation) + config.accumulation) * topology.drafter_ranks
+    return -(-asked // topology.target_ranks)
 
 
 def _backward_parts(config: TrainConfig, network: DrafterConfig) -> dict[str, int]:

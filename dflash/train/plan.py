@@ -15,10 +15,12 @@ from dflash.config import RunModel
 from dflash.errors import UsageError
 from dflash.model.layout import DrafterConfig, trainable_parameters
 from dflash.train.config import TrainConfig
+from dflash.train.cost import TopologyOption, topologies
 from dflash.train.memory import (
     MemoryPlan,
     StoragePlan,
     TargetShape,
+    frozen_bytes,
     optimizer_bytes,
     plan_memory,
     plan_storage,
@@ -27,6 +29,7 @@ from dflash.train.memory import (
 from dflash.train.preflight import drafter_config, read_text_config
 from dflash.train.savings import Suggestion, suggest, suggest_together
 from dflash.train.target_shape import TargetNumbers
+from dflash.train.topology import Role
 
 # Share of a pack that best-fit packing fills with rows (measured: see `dflash.data.batches`).
 PACK_FILL = 0.97
@@ -80,7 +83,9 @@ class RunPlan:
         num_parameters: trainable ones of the drafter.
         training_bytes: weights, gradients and AdamW state in fp32.
         frozen_bytes: the target's embedding and head, which the drafter shares with it.
-        memory: of one rank, by part.
+        memory: of one rank, by part; where ranks differ, of those that hold the most.
+        roles: of each kind of rank.
+        topologies: ways to use the devices, the best first; empty for one device that is enough.
         host_bytes: of the machine's memory, for features that are kept beside a GPU.
         device_bytes: of one device; None where nobody said.
         suggestions: what to change, where it doesn't fit.
@@ -96,6 +101,8 @@ class RunPlan:
     training_bytes: int
     frozen_bytes: int
     memory: MemoryPlan
+    roles: dict[Role, MemoryPlan]
+    topologies: list[TopologyOption]
     host_bytes: int
     device_bytes: int | None
     suggestions: list[Suggestion]
@@ -132,12 +139,16 @@ def plan_run(run: PlanRun, amount: Amount, device_bytes: int | None) -> RunPlan:
     network = drafter_config(run.train, numbers)
     ranks, train = run.num_processes, seen_by_device(run.train, on_gpu=run.on_gpu)
 
+    def plan_role(config: TrainConfig, role: Role) -> MemoryPlan:
+        return plan_memory(config, network, shape, world_size=ranks, role=role)
+
     def plan(config: TrainConfig) -> MemoryPlan:
-        return plan_memory(config, network, shape, world_size=ranks)
+        return max((plan_role(config, role) for role in config.topology.roles), key=lambda one: one.total_bytes)
 
     memory = plan(train)
+    fits = device_bytes is None or memory.total_bytes <= device_bytes
     suggestions, together = [], []
-    if device_bytes is not None and memory.total_bytes > device_bytes:
+    if device_bytes is not None and not fits:
         suggestions = suggest(train, plan, device_bytes, ranks)
         if ranks == 1:
             sharded = plan_memory(train.model_copy(update={"sharding": "fsdp"}), network, shape, world_size=MORE_RANKS)
@@ -148,8 +159,10 @@ def plan_run(run: PlanRun, amount: Amount, device_bytes: int | None) -> RunPlan:
     return RunPlan(
         num_parameters=trainable_parameters(network),
         training_bytes=optimizer_bytes(network),
-        frozen_bytes=_frozen_bytes(network, shape),
+        frozen_bytes=frozen_bytes(network, shape),
         memory=memory,
+        roles={role: plan_role(train, role) for role in train.topology.roles},
+        topologies=_ways(train, network, shape, ranks if ranks > 1 or fits else MORE_RANKS, device_bytes),
         host_bytes=run.train.replay.max_bytes if run.on_gpu else 0,
         device_bytes=device_bytes,
         suggestions=suggestions,
@@ -168,13 +181,17 @@ def plan_table(plan: RunPlan, amount: Amount) -> list[tuple[str, str]]:
         ("trainable parameters", f"{plan.num_parameters / 1e9:.3f} B ({plan.num_parameters:,})"),
         ("weights, gradients, AdamW", _size(plan.training_bytes)),
         ("frozen embedding and head", _size(plan.frozen_bytes)),
-        *((f"rank: {name}", _size(size)) for name, size in plan.memory.parts.items() if size),
-        ("rank: total at the peak", f"{_size(plan.memory.total_bytes)} ({plan.memory.peak})"),
     ]
+    for role, memory in plan.roles.items():
+        rank = "rank" if role == "colocated" else f"{role} rank"
+        rows += [(f"{rank}: {name}", _size(size)) for name, size in memory.parts.items() if size]
+        rows.append((f"{rank}: total at the peak", f"{_size(memory.total_bytes)} ({memory.peak})"))
     if plan.host_bytes:
         rows.append(("machine: features kept for replay", _size(plan.host_bytes)))
     if plan.device_bytes is not None:
         rows.append(("device", f"{_size(plan.device_bytes)}: {'fits' if plan.fits else 'TOO SMALL'}"))
+    if plan.topologies:
+        rows.append(("best topology", _best(plan.topologies)))
     storage = plan.storage
     rows += [
         ("features of a token", f"{storage.bytes_per_token / 1e3:.1f} KB"),
@@ -196,6 +213,8 @@ def plan_table(plan: RunPlan, amount: Amount) -> list[tuple[str, str]]:
 def advice(plan: RunPlan) -> list[str]:
     """One sentence for each change that helps; empty where the run fits."""
     lines = [one.describe() for one in plan.suggestions]
+    if not plan.fits and plan.topologies and plan.topologies[0].fits:
+        lines.append(f"topology -> {plan.topologies[0].describe()}, and fits")
     if plan.together:
         changes = ", ".join(f"{one.setting} {one.before} -> {one.after}" for one in plan.together)
         saved = sum(one.saved_bytes for one in plan.together)
@@ -239,9 +258,19 @@ def _target(run: PlanRun) -> tuple[Any, TargetShape]:
     return text_config, target_shape(text_config, dtype, trust_remote_code=run.trust_remote_code)
 
 
-def _frozen_bytes(network: DrafterConfig, target: TargetShape) -> int:
-    tensors = 1 if network.tie_word_embeddings else 2
-    return tensors * network.vocab_size * network.hidden_size * target.bytes_per_value
+def _ways(
+    config: TrainConfig, network: DrafterConfig, target: TargetShape, ranks: int, device_bytes: int | None
+) -> list[TopologyOption]:
+    return topologies(config, network, target, ranks, device_bytes) if ranks > 1 else []
+
+
+def _best(options: list[TopologyOption]) -> str:
+    """The best way, and the best of the other kind for comparison."""
+    if not options[0].fits:
+        return "none fits: shard_target, fsdp or larger devices"
+    other = next((one for one in options if one.mode != options[0].mode), None)
+    rest = "" if other is None else f"; {'next' if other.fits else 'too large'}: {other.describe()}"
+    return f"{options[0].describe()}{rest}"
 
 
 def _more_ranks(config: TrainConfig, memory: MemoryPlan, sharded: MemoryPlan, device_bytes: int) -> Suggestion:
@@ -257,7 +286,9 @@ def _more_ranks(config: TrainConfig, memory: MemoryPlan, sharded: MemoryPlan, de
 
 def _extent(run: PlanRun, amount: Amount) -> tuple[int, int]:
     """Tokens and optimiser steps of the whole run; `max_steps` bounds both."""
-    per_step = run.train.pack_tokens * PACK_FILL * run.train.accumulation * run.num_processes
+    topology = run.train.topology
+    trainers = topology.drafter_ranks if topology.mode == "split" else run.num_processes
+    per_step = run.train.pack_tokens * PACK_FILL * run.train.accumulation * trainers
     num_tokens = amount.num_tokens * (run.train.num_epochs or 1)
     num_steps = math.ceil(num_tokens / per_step)
     if run.train.max_steps is not None and run.train.max_steps < num_steps:

@@ -53,6 +53,23 @@ def check_memory(
     def plan(changed: TrainConfig) -> MemoryPlan:
         return plan_memory(changed, network, target, world_size=world_size, environment_bytes=environment_bytes)
 
+    return check_plan(config, plan, device_bytes, world_size)
+
+
+def check_plan(
+    config: TrainConfig, plan: Callable[[TrainConfig], MemoryPlan], device_bytes: int, world_size: int
+) -> MemoryPlan:
+    """Return what is planned for a rank if it fits the device.
+
+    Args:
+        config: of the run.
+        plan: gives the plan of a configuration.
+        device_bytes: memory of the device.
+        world_size: ranks that train.
+
+    Raises:
+        MemoryPlanError: see `check_memory`.
+    """
     planned = plan(config)
     if planned.total_bytes <= device_bytes:
         return planned
@@ -104,7 +121,8 @@ def suggest_together(
 ) -> list[Suggestion]:
     """List changes that fit when all are made: those first that change what is learnt the least; empty if none do."""
     made: list[Suggestion] = []
-    for setting in ("sharding", "recompute", "loss.chunk_blocks", "num_anchors", "pack_tokens"):
+    order = ("topology.shard_target", "sharding", "recompute", "loss.chunk_blocks", "num_anchors", "pack_tokens")
+    for setting in order:
         total = plan(config).total_bytes
         for shown, changed in _alternatives(config, world_size).get(setting, []):
             needed = plan(changed).total_bytes
@@ -143,6 +161,10 @@ def _alternatives(config: TrainConfig, world_size: int) -> dict[str, list[tuple[
             for tokens in halvings(config.pack_tokens, 512)
         ],
     }
+    topology = config.topology
+    if topology.mode == "split" and topology.target_ranks > 1 and not topology.shard_target:
+        spread = topology.model_copy(update={"shard_target": True})
+        changes["topology.shard_target"] = [("true", config.model_copy(update={"topology": spread}))]
     if world_size > 1 and config.sharding != "fsdp":
         changes["sharding"] = [("fsdp", config.model_copy(update={"sharding": "fsdp"}))]
     return changes

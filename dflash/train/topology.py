@@ -17,6 +17,9 @@ from pydantic import Field, model_validator
 
 from dflash.config import RunModel
 
+# What a rank holds: both, the target alone, or the drafter with the target's embedding and head.
+Role = Literal["colocated", "target", "drafter"]
+
 
 class TopologyConfig(RunModel):
     """Table `[train.topology]`. A resumed run may change all of it: none of it decides what is computed."""
@@ -62,6 +65,12 @@ class TopologyConfig(RunModel):
                 f"drafter_ranks must be at least that; found {self.queue_packs} x {self.drafter_ranks}"
             )
         return self
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles that ranks have."""
+        found: dict[str, tuple[Role, ...]] = {"split": ("target", "drafter"), "server": ("drafter",)}
+        return found.get(self.mode, ("colocated",))
 
     @property
     def num_ranks(self) -> int | None:
