@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: demo test test-slow coverage check test-compat test-ui constraints clean
+.PHONY: demo test test-slow coverage check audit test-compat test-ui constraints clean
 
 demo: $(STAMP)  ## the whole path on real input, in minutes
 	$(BIN)/dflash demo
@@ -29,6 +29,10 @@ check: $(STAMP)  ## lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docker/audit.py --limit-s 10 --sbom build/sbom.json
+
+audit: $(STAMP)  ## known vulnerabilities of what is installed, and a list of components; `make check` asks for 10 s
+	$(BIN)/python docker/audit.py --sbom build/sbom.json $(ARGS)
 
 test-compat: $(COMPAT)/.installed  ## template and mask with the oldest supported transformers
 	$(COMPAT)/bin/python -m pytest tests/data/test_mask_cases.py tests/data/test_chat.py tests/data/test_tokenize.py $(ARGS)

@@ -22,6 +22,7 @@ POOLS: dict[str, int | None] = {"cpu": None, "b200": 1}
 """Work pools and how many flow runs each may run at a time: one training has the GPUs."""
 
 S3_BLOCK = "dflash-s3"
+RESULTS_BLOCK = "dflash-results"
 ZOMBIE_AUTOMATION = "crash-flow-runs-without-heartbeat"
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
@@ -83,7 +84,8 @@ def compute_digest(folder: StackFolder, deployments: Path) -> str:
     files += sorted((_REPOSITORY / "flows").glob("*.py"))
     models = ["config.py", "runs.py", "eval/config.py", "generate/config.py"]
     models += [f"train/{name}.py" for name in ("config", "loss_options", "run", "target_shape")]
-    files += [*(_REPOSITORY / "dflash" / name for name in models), _REPOSITORY / "embedded" / "prefect_set_up.py"]
+    files += [_REPOSITORY / "dflash" / name for name in models]
+    files += [_REPOSITORY / "embedded" / name for name in ("apply_deployments.py", "prefect_set_up.py")]
     digest = hashlib.sha256()
     for file in files:
         content = file.read_bytes() if file.exists() else b""

@@ -1,0 +1,142 @@
+"""Pools, automation, blocks and deployments of this project, applied to the Prefect server of the active profile.
+
+`dflash up` does it for its own server. For a server elsewhere:
+`DFLASH_PROJECT=/var/lib/dflash python -m embedded.apply_deployments --pools kubernetes`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError
+from prefect.cli import app
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.events.schemas.events import ResourceSpecification
+from prefect_aws import AwsClientParameters, AwsCredentials, S3Bucket
+
+from dflash.errors import DflashError, ServiceError, UsageError
+from dflash.storage import S3Credentials
+from embedded.prefect_settings import HEARTBEAT_S
+from embedded.stack_set_up import POOLS, RESULTS_BLOCK, S3_BLOCK, ZOMBIE_AUTOMATION, read_entrypoints
+
+KINDS = ("process", "docker", "kubernetes")
+_DEPLOYMENTS = Path(__file__).resolve().parents[1] / "deployments" / "prefect.yaml"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Apply everything; doing it again changes nothing.
+
+    Raises:
+        UsageError: a parameter, the deployments file or a pool template can't be used.
+        ServiceError: Prefect or the object store refused.
+    """
+    parser = argparse.ArgumentParser(prog="python -m embedded.apply_deployments", description=__doc__)
+    parser.add_argument("--pools", choices=KINDS, default="process", help="kind of the work pools cpu and b200")
+    parser.add_argument("--deployments", type=Path, default=_DEPLOYMENTS, help="Prefect deployments file")
+    parser.add_argument("--bucket", help="bucket to make; credentials from the AWS variables become Prefect blocks")
+    args = parser.parse_args(arguments)
+    if "DFLASH_PROJECT" not in os.environ:
+        raise UsageError("DFLASH_PROJECT is not set: expected the folder in which flow runs work, on the workers")
+    read_entrypoints(args.deployments)
+    create_pools(args.deployments.parent / "pools", args.pools)
+    save_zombie_automation()
+    if args.bucket:
+        save_store(args.bucket)
+    deploy(args.deployments)
+
+
+def create_pools(templates: Path, kind: str = "process") -> None:
+    """Create or update the work pools; those that exist keep what a person set for their queues."""
+    with get_client(sync_client=True) as client:
+        for name, limit in POOLS.items():
+            template = json.loads((templates / f"{kind}-{name}.json").read_text())
+            pool = WorkPoolCreate(name=name, type=kind, base_job_template=template, concurrency_limit=limit)
+            client.create_work_pool(pool, overwrite=True)
+
+
+def save_s3_block(credentials: S3Credentials) -> AwsCredentials:
+    """Store credentials where flow runs on any pool find them; the secret is encrypted by the server."""
+    block = AwsCredentials(
+        aws_access_key_id=credentials.access_key_id,
+        aws_secret_access_key=credentials.secret_access_key,
+        region_name=credentials.region,
+        aws_client_parameters=AwsClientParameters(endpoint_url=credentials.endpoint_url),
+    )
+    block.save(S3_BLOCK, overwrite=True)
+    return block
+
+
+def save_store(bucket: str) -> None:
+    """Make the bucket, and the blocks of its credentials and of the results that runs return to each other.
+
+    Raises:
+        UsageError: the AWS variables aren't set.
+        ServiceError: the store refused.
+    """
+    from tasks.settings import s3_credentials
+
+    credentials = s3_credentials()
+    if credentials.access_key_id is None:
+        raise UsageError("--bucket needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; found no AWS_ACCESS_KEY_ID")
+    block = save_s3_block(credentials)
+    client: Any = block.get_boto3_session().client("s3", endpoint_url=credentials.endpoint_url)
+    try:
+        if bucket not in {found["Name"] for found in client.list_buckets()["Buckets"]}:
+            client.create_bucket(Bucket=bucket)
+    except (BotoCoreError, ClientError) as error:
+        raise ServiceError(f"bucket {bucket} at {credentials.endpoint_url} can't be made: {error}") from error
+    finally:
+        client.close()
+    S3Bucket(bucket_name=bucket, bucket_folder="prefect-results", credentials=block).save(RESULTS_BLOCK, overwrite=True)
+
+
+def save_zombie_automation() -> None:
+    """Let the server mark a flow run Crashed that sent heartbeats and then nothing for three intervals."""
+    automation = AutomationCore(
+        name=ZOMBIE_AUTOMATION,
+        description="Marks a flow run Crashed when its process is gone and no worker noticed.",
+        trigger=EventTrigger(
+            after={"prefect.flow-run.heartbeat"},
+            expect={"prefect.flow-run.*"},
+            match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=timedelta(seconds=3 * HEARTBEAT_S),
+        ),
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=f"no heartbeat for {3 * HEARTBEAT_S} s")],
+    )
+    with get_client(sync_client=True) as client:
+        if not client.read_automations_by_name(ZOMBIE_AUTOMATION):
+            client.create_automation(automation)
+
+
+def deploy(deployments: Path) -> None:
+    """Create or update all deployments, as `prefect deploy --all --no-prompt` does.
+
+    Raises:
+        ServiceError: Prefect refused; its output says which deployment and why.
+    """
+    sys.argv = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(deployments)]
+    try:
+        app()
+    except SystemExit as end:
+        if end.code:
+            raise ServiceError(f"`prefect deploy --all --prefect-file {deployments}` failed") from end
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except DflashError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
