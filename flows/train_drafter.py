@@ -14,11 +14,14 @@ from prefect import flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run as runtime
 
+from dflash.config import RunModel
 from dflash.errors import DatasetError, GateError, ObjectNotFoundError
+from dflash.eval.config import EvaluateRun, ExportRun
 from dflash.manifest import canonical_json
 from dflash.runs import RELEASED, DrafterRun
 from dflash.storage import ObjectInfo, open_store
 from flows.run_names import named_after
+from tasks.outcomes import Evaluated, read_export, read_measured, read_training
 from tasks.settings import log_to_run, s3_credentials
 from tasks.training import check_training, resolve_version, run_child
 
@@ -54,10 +57,11 @@ def train_drafter(config: DrafterRun) -> dict[str, Any]:
     manifest = resolve_version(config.run.dataset, config.run.version)
     training = config.training(manifest)
     log.info("data, target and drafter fit each other: %s", check_training(training))
-    trained = _child(TRAIN, training, "train")
+    _run_child(TRAIN, training, "train")
+    trained = read_training(training)
     checkpoint = trained["checkpoint"]
     log.info("trained to step %d: %s", trained["step"], checkpoint)
-    evaluated = _child(EVALUATE, config.evaluation(checkpoint, manifest), "evaluate")
+    evaluated = _evaluate(config.evaluation(checkpoint, manifest), "evaluate")
     info, released = _released(config)
     previous = _previous_tau(config, released, manifest, evaluated)
     result = {
@@ -65,14 +69,14 @@ def train_drafter(config: DrafterRun) -> dict[str, Any]:
         "manifest": manifest,
         "step": trained["step"],
         "checkpoint": checkpoint,
-        "weights_sha256": evaluated["weights_sha256"],
-        "tau": evaluated["tau"],
-        "evaluation": evaluated["evaluation"],
+        "weights_sha256": evaluated.weights_sha256,
+        "tau": evaluated.tau,
+        "evaluation": evaluated.uri,
         "previous": previous,
     }
     enforce(config, result)
-    export = config.export(checkpoint, manifest, evaluated["weights_sha256"])
-    result["export"] = None if export is None else _child(EXPORT, export, "export")["output"]
+    export = config.export(checkpoint, manifest, evaluated.weights_sha256)
+    result["export"] = None if export is None else _export(export)
     _release(config, info, result)
     create_markdown_artifact(render(result), key="drafter")
     return result
@@ -126,19 +130,29 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 
 
-def _child(deployment: str, config: Any, key: str) -> dict[str, Any]:
-    return run_child(deployment, config.model_dump(mode="json"), key, str(runtime.id), runtime.run_count)
+def _run_child(deployment: str, config: RunModel, key: str) -> None:
+    run_child(deployment, config.model_dump(mode="json"), key, str(runtime.id), runtime.run_count)
+
+
+def _evaluate(run: EvaluateRun, key: str) -> Evaluated:
+    _run_child(EVALUATE, run, key)
+    return read_measured(run)
+
+
+def _export(run: ExportRun) -> str:
+    _run_child(EXPORT, run, "export")
+    return read_export(run)
 
 
 def _previous_tau(
-    config: DrafterRun, released: dict[str, Any] | None, manifest: str, evaluated: dict[str, Any]
+    config: DrafterRun, released: dict[str, Any] | None, manifest: str, evaluated: Evaluated
 ) -> dict[str, Any] | None:
     """Measure the previous drafter on the same prompts; None where there is none, or where it is this very one."""
-    place = previous_drafter(config.previous, released or {}, evaluated["weights_sha256"])
+    place = previous_drafter(config.previous, released or {}, evaluated.weights_sha256)
     if place is None:
         return None
-    measured = _child(EVALUATE, config.evaluation(place, manifest, compare=False), "evaluate-previous")
-    return {"checkpoint": place, "tau": measured["tau"]}
+    measured = _evaluate(config.evaluation(place, manifest, compare=False), "evaluate-previous")
+    return {"checkpoint": place, "tau": measured.tau}
 
 
 def _released(config: DrafterRun) -> tuple[ObjectInfo | None, dict[str, Any] | None]:

@@ -79,11 +79,12 @@ class LogForwarder:
                 log.log(logging.getLevelNamesMapping()[match[1]], "%s", line[match.end() :])
 
 
-def run_child(deployment: str, config: dict[str, Any], key: str, flow_run_id: str, run_count: int) -> dict[str, Any]:
+def run_child(deployment: str, config: dict[str, Any], key: str, flow_run_id: str, run_count: int) -> None:
     """Run a deployment on its own pool and wait; one that an earlier attempt of the parent started is waited for.
 
     Each attempt of the parent may start one child. A child of an earlier attempt that still runs, or has completed, is
-    taken: a parent that crashed doesn't start a second training.
+    taken: a parent that crashed doesn't start a second training. What it did is read from the store
+    (`tasks.outcomes`): its Prefect result lies on the machine that it ran on.
 
     Args:
         deployment: `flow-name/deployment-name`.
@@ -114,8 +115,6 @@ def run_child(deployment: str, config: dict[str, Any], key: str, flow_run_id: st
             f"{deployment} did not complete: its run {run.name} ({run.id}) is {state.name if state else 'unknown'}: "
             f"{state.message if state else ''}. Mend the cause and retry this run: what is done stays done."
         )
-    result: dict[str, Any] = state.result(raise_on_failure=True)
-    return result
 
 
 def choose_key(keys: list[str], runs: list[FlowRun]) -> str:

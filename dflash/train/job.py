@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from dflash.data.batches import BatchState
@@ -37,17 +36,19 @@ from dflash.train.checkpoint import CheckpointFolder
 from dflash.train.checkpoint_record import read_record
 from dflash.train.checkpoint_store import CheckpointStore
 from dflash.train.curves import METRICS, PICTURE, plot_metrics
+from dflash.train.device_memory import check_device, target_shape
 from dflash.train.environment import fingerprint
+from dflash.train.feature_source import TargetEnds
 from dflash.train.hooks import Hooks, TrainResult
 from dflash.train.launch import run_dir_of
 from dflash.train.loop import CHECKPOINTS, Run
-from dflash.train.memory import ALLOCATOR_BYTES, TargetShape, seen_by_device
+from dflash.train.memory_watch import MemoryWatch
 from dflash.train.preflight import Prepared, prepare
 from dflash.train.resume import DataIdentity, TargetIdentity, check_resumable
-from dflash.train.run import TrainRun
-from dflash.train.savings import check_host_memory, check_memory
+from dflash.train.run import RESULT, TrainRun
 from dflash.train.seats import Seat
-from dflash.train.setup import build_drafter
+from dflash.train.server_features import FeatureServer, ServerFeatures
+from dflash.train.setup import build_drafter, norm_scale
 from dflash.train.split_drafter import ReceivedFeatures
 from dflash.train.split_run import run_target_rank
 from dflash.train.world import World
@@ -104,9 +105,10 @@ def train_run(run: TrainRun, places: Places, watch: Watch, device: torch.device)
         dtype = target_dtype(run, device)
         identity = DataIdentity.of(run.dataset, ready.manifest, identify_target(run, dtype))
         _guard(run_dir, ready, identity)
-        _check_device(run, ready, device, dtype, world.size)
-        source = _open_shards(run, places, ready.manifest, world)
         seat = Seat.take(ready.config.topology)
+        shape = target_shape(ready.text_config, dtype, trust_remote_code=run.trust_remote_code)
+        memory = check_device(ready, shape, device, seat)
+        source = _open_shards(run, places, ready.manifest, world)
         layers, trusted = ready.network.target_layer_ids, run.trust_remote_code
 
         def load() -> Target:
@@ -114,18 +116,20 @@ def train_run(run: TrainRun, places: Places, watch: Watch, device: torch.device)
 
         if seat.target_number is not None:
             run_target_rank(seat, ready.config, load, source, _beginning(run_dir))
+            memory.report("of this target rank")
             return {}
         if world.is_first:
             identity = replace(identity, thinking=thinking_mix(run, ready.manifest, source))
         upload = None if mirror is None else mirror.upload
-        hooks = Hooks(watch.should_stop, upload, watch.on_step, identity, seat.trainers)
-        target = load() if seat.peers is None else _received(seat, ready, device)
-        ends = target.ends if isinstance(target, ReceivedFeatures) else target
+        hooks = Hooks(watch.should_stop, upload, watch.on_step, identity, seat.trainers, memory)
+        target = load() if seat.role == "colocated" else _remote(run, ready, seat, device, dtype)
+        ends = target if isinstance(target, Target) else target.ends
         drafter = build_drafter(ready.config, ready.network, ends, seat.trainers)
         result = Run(ready.config, target, drafter, source, run_dir, hooks).train()
+        memory.report("at the end")
         if result.status == "finished":
             source.close()
-        return _finish(run, places, result, identity) if world.is_first else {}
+        return _finish(run, places, result, identity, memory) if world.is_first else {}
 
 
 def thinking_mix(run: TrainRun, manifest: Manifest, source: VersionShards) -> dict[str, int]:
@@ -166,20 +170,6 @@ def identify_target(run: TrainRun, dtype: torch.dtype) -> TargetIdentity:
     return TargetIdentity(run.target, target_fingerprint(run.target), str(dtype).removeprefix("torch."))
 
 
-def target_shape(text_config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> TargetShape:
-    """Count a target's parameters by its architecture, without memory for them."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(text_config, trust_remote_code=trust_remote_code)
-    return TargetShape(
-        num_parameters=sum(weight.numel() for weight in model.parameters()),
-        hidden_size=int(text_config.hidden_size),
-        intermediate_size=int(getattr(text_config, "intermediate_size", None) or 4 * text_config.hidden_size),
-        bytes_per_value=dtype.itemsize,
-    )
-
-
 def _mirror(run: TrainRun, places: Places) -> CheckpointStore | None:
     if parse_uri(run.output).scheme == "file":
         return None
@@ -211,9 +201,24 @@ def _guard(run_dir: Path, ready: Prepared, identity: DataIdentity) -> None:
         check_resumable(read_record(latest), ready.config, identity, fingerprint(), run_dir)
 
 
-def _received(seat: Seat, ready: Prepared, device: torch.device) -> ReceivedFeatures:
-    kl = ready.config.loss.objective == "kl"
-    return ReceivedFeatures(seat, device, ready.network.feature_size, final=kl)
+def _remote(
+    run: TrainRun, ready: Prepared, seat: Seat, device: torch.device, dtype: torch.dtype
+) -> ReceivedFeatures | ServerFeatures:
+    """The source of features that are computed elsewhere."""
+    network, topology = ready.network, ready.config.topology
+    if seat.peers is not None:
+        kl = ready.config.loss.objective == "kl"
+        return ReceivedFeatures(seat, device, network.feature_size, final=kl)
+    assert topology.server_url is not None
+    assert topology.server_folder is not None
+    # The whole target passes through this machine's memory once; only its ends go to the device.
+    whole = Target.load(run.target, network.target_layer_ids, "cpu", dtype, trust_remote_code=run.trust_remote_code)
+    tensors = [tensor.to(device) for tensor in (whole.embedding_VH, norm_scale(whole))]
+    tied = whole.head_VH.data_ptr() == whole.embedding_VH.data_ptr()
+    ends = TargetEnds(tensors[0], tensors[0] if tied else whole.head_VH.to(device), tensors[1])
+    model, folder = topology.server_model or run.target, Path(topology.server_folder)
+    server = FeatureServer(topology.server_url, model, folder, topology.peer_timeout_s)
+    return ServerFeatures(server, ends, len(network.target_layer_ids))
 
 
 def _beginning(run_dir: Path) -> BatchState:
@@ -222,27 +227,9 @@ def _beginning(run_dir: Path) -> BatchState:
     return BatchState() if latest is None else BatchState.from_json(read_record(latest)["progress"]["batch"])
 
 
-def _check_device(run: TrainRun, ready: Prepared, device: torch.device, dtype: torch.dtype, world_size: int) -> None:
-    """Check the memory of the device, before anything is on it."""
-    on_gpu = device.type == "cuda"
-    total = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
-    shape = target_shape(ready.text_config, dtype, trust_remote_code=run.trust_remote_code)
-    config, environment_bytes = seen_by_device(ready.config, on_gpu=on_gpu), _environment_bytes(device)
-    if on_gpu:
-        check_host_memory(ready.config.replay.max_bytes, psutil.virtual_memory().available)
-    plan = check_memory(config, ready.network, shape, total, world_size=world_size, environment_bytes=environment_bytes)
-    log.info("memory: %.1f GB of %.1f GB planned on %s", plan.total_bytes / 1e9, total / 1e9, device)
-
-
-def _environment_bytes(device: torch.device) -> int:
-    """What isn't this run's tensors: on CUDA the context and other processes, measured, and what is still to come."""
-    if device.type != "cuda":
-        return 500_000_000
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free + ALLOCATOR_BYTES
-
-
-def _finish(run: TrainRun, places: Places, result: TrainResult, identity: DataIdentity) -> dict[str, Any]:
+def _finish(
+    run: TrainRun, places: Places, result: TrainResult, identity: DataIdentity, memory: MemoryWatch
+) -> dict[str, Any]:
     """Draw the curves, write the summary beside them, and put both to the output; leave no second copy there."""
     run_dir = run_dir_of(run.output, places.work)
     plot_metrics(run_dir, run_dir / PICTURE)
@@ -252,12 +239,13 @@ def _finish(run: TrainRun, places: Places, result: TrainResult, identity: DataId
         "run_dir": str(run_dir),
         "checkpoint": join_uri(run.output, CHECKPOINTS, step),
         "data": identity.to_json(),
+        "memory": memory.to_json(),
     }
     text = json.dumps(summary, indent=1, sort_keys=True) + "\n"
-    (run_dir / "result.json").write_text(text, encoding="utf-8")
+    (run_dir / RESULT).write_text(text, encoding="utf-8")
     if parse_uri(run.output).scheme == "s3":
         store = open_store(run.output, places.credentials)
-        for name in (METRICS, PICTURE, "result.json"):
+        for name in (METRICS, PICTURE, RESULT):
             put_current(store, name, (run_dir / name).read_bytes())
         if result.status == "finished":
             shutil.rmtree(run_dir / CHECKPOINTS)  # whole at the output; a few of them fill a disk

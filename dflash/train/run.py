@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from dflash.config import RunModel
 from dflash.train.config import TrainConfig
 from dflash.train.target_shape import TargetNumbers
+
+# Beside the checkpoints: how a run ended.
+RESULT: Final = "result.json"
 
 
 class TrainRun(RunModel):
