@@ -77,15 +77,15 @@ def make_record(request: Request, sampled: Sampled, server: str, attempts: int) 
 
 def _refuse_envelope(request: Request, sampled: Sampled) -> Failure | None:
     """What is wrong around the message: another model's answer, counts that aren't, two traces that differ."""
-    if isinstance(sampled.model, str) and sampled.model and not _is_same_model(sampled.model, request.model):
-        said = f"asked for the model {request.model!r:.200}, the server answered as {sampled.model!r:.200}"
+    model = sampled.model
+    if model != request.model and isinstance(model, str) and model and not _is_same_model(model, request.model):
+        said = f"asked for the model {request.model!r:.200}, the server answered as {model!r:.200}"
         return Failure("other_model", f"{said}. Give `model` as the server names it.", may_retry=False, is_fatal=True)
-    for name in ("output_tokens", "prompt_tokens"):
-        count = getattr(sampled, name)
+    for count in (sampled.output_tokens, sampled.prompt_tokens):
         if count is not None and not (type(count) is int and 0 <= count < _MAX_COUNT):
-            return Failure("bad_reply", f"{name}: expected a count, found {count!r:.60}")
-    traces = {text.strip() for text in map(sampled.message.get, REASONING_FIELDS) if isinstance(text, str)} - {""}
-    if len(traces) > 1:
+            return Failure("bad_reply", f"usage: expected counts of tokens, found {count!r:.60}")
+    traces = [text for name in REASONING_FIELDS if isinstance(text := sampled.message.get(name), str)]
+    if len(traces) > 1 and len({text.strip() for text in traces} - {""}) > 1:
         return Failure("bad_reply", f"two traces that differ, in {' and '.join(REASONING_FIELDS)}")
     return None
 

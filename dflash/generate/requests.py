@@ -57,12 +57,14 @@ class Request:
 def make_request(prompt: Prompt, run: GenerateRun, model: str, *, thinks_by_default: bool | None = None) -> Request:
     """The request for a prompt of a run."""
     sampling = run.sampling
+    values = sampling.model_dump()
     if prompt.sampling:
-        sampling = SamplingOptions.model_validate(sampling.model_dump() | dict(prompt.sampling))
+        sampling = SamplingOptions.model_validate(values | dict(prompt.sampling))
+        values = sampling.model_dump()
     seed = None if sampling.seed is None else request_seed(sampling.seed, prompt.id)
     kwargs = {**run.template_kwargs, **prompt.chat_template_kwargs}
     tools = prompt.tools or list(run.tools)
-    parts = msgspec.json.encode([prompt.messages, model, sampling.model_dump(), kwargs, tools], order="deterministic")
+    parts = msgspec.json.encode([prompt.messages, model, values, kwargs, tools], order="deterministic")
     digest = hashlib.sha256(parts).hexdigest()[:32]
     return Request(prompt, model, sampling, seed, kwargs, tools, digest, thinks_by_default)
 
