@@ -248,7 +248,7 @@ def _target(run: PlanRun) -> tuple[Any, TargetShape]:
     try:
         import torch
 
-        from dflash.train.job import target_shape
+        from dflash.train.device_memory import target_shape
     except ImportError as error:
         raise UsageError(
             f"Counting the parameters of {run.target} needs torch: {error}. Give [target_shape] in the file, or "

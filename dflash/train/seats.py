@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dflash.errors import UsageError
 from dflash.train.peers import Peers
-from dflash.train.topology import TopologyConfig
+from dflash.train.topology import Role, TopologyConfig
 from dflash.train.world import World
 
 # Silence on the messages' group is judged by `topology.peer_timeout_s`, not by the group itself.
@@ -63,6 +63,13 @@ class Seat:
             peers,
             spread,
         )
+
+    @property
+    def role(self) -> Role:
+        """What this rank holds."""
+        if self.topology.mode == "colocated":
+            return "colocated"
+        return "drafter" if self.target_number is None else "target"
 
     def target_rank_of(self, pack_index: int) -> int:
         """The rank that computes a pack."""

@@ -48,13 +48,17 @@ class TopologyConfig(RunModel):
     server_url: str | None = Field(
         default=None, pattern=r"^https?://", description="server: its address, such as http://127.0.0.1:8000."
     )
+    server_folder: str | None = Field(
+        default=None, description="server: the folder that it writes states to and that this machine sees."
+    )
     server_model: str | None = Field(default=None, description="server: the model's name there; default the target's.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Refuse settings that another mode would need."""
-        if (self.mode == "server") != (self.server_url is not None):
-            raise ValueError("topology.mode server and topology.server_url belong together: give both or neither")
+        is_server = self.mode == "server"
+        if [self.server_url is not None, self.server_folder is not None] != [is_server, is_server]:
+            raise ValueError("topology.mode server, server_url and server_folder belong together: give all or none")
         if self.mode != "split" and (self.target_ranks, self.drafter_ranks) != (1, 1):
             raise ValueError("topology.target_ranks and drafter_ranks are of mode split: set mode, or leave them out")
         if self.shard_target and (self.mode != "split" or self.target_ranks < 2):

@@ -20,7 +20,7 @@ from dflash.train.topology import TopologyConfig
 from flows.parameters import load_parameters
 
 RECIPE = Path(__file__).parents[2] / "deployments" / "runs" / "qwen3.6-27b.toml"
-SERVER: dict[str, Any] = {"mode": "server", "server_url": "http://127.0.0.1:8000"}
+SERVER: dict[str, Any] = {"mode": "server", "server_url": "http://127.0.0.1:8000", "server_folder": "/states"}
 
 
 def plan(device_gb: float, **topology: Any) -> RunPlan:
@@ -34,7 +34,7 @@ def plan(device_gb: float, **topology: Any) -> RunPlan:
     [
         ({"mode": "server"}, "server_url"),
         ({"server_url": "http://x"}, "server_url"),
-        ({"mode": "server", "server_url": "file:///etc"}, "pattern"),
+        ({"mode": "server", "server_url": "file:///etc", "server_folder": "x"}, "pattern"),
         ({"target_ranks": 2}, "mode split"),
         ({"mode": "split", "shard_target": True}, "at least 2 target_ranks"),
         ({"mode": "split", "target_ranks": 4, "shard_target": True, "queue_packs": 2}, "queue_packs x"),

@@ -1,0 +1,183 @@
+"""Features from a vLLM server that extracts hidden states, for targets that only an engine can run.
+
+The server is started with `--speculative-config '{"method": "extract_hidden_states", "num_speculative_tokens": 1,
+"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}}'`, without prefix cache and chunked
+prefill, and with the connector that writes each request's states into a folder: `docs/operations.md` has the command.
+vLLM counts layers from 1 (id + 1 of `target_layer_ids`).
+
+For each row one request with its ids goes out, and the answer names a safetensors file with `token_ids` [S] and
+`hidden_states` [S, K, H]. What comes back belongs to the row only if its ids are the row's, one state for each: a
+prefix cache shortens states silently, and a queue of answers can be mixed up.
+
+Legend: S tokens of a row, K target layers, H hidden size, F = K * H.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dflash.data.batches import Pack
+from dflash.data.row_reader import Row
+from dflash.errors import TrainingError
+from dflash.train.feature_source import States, TargetEnds, row_digest
+
+# Requests at a time: enough for the engine to fill its own batches.
+REQUESTS = 16
+_ATTEMPTS = 4
+_FILE_S = 60.0
+_LARGEST_ANSWER = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureServer:
+    """How the server is reached.
+
+    Attributes:
+        url: of the server.
+        model: its name there.
+        folder: where it writes; files outside are neither read nor removed.
+        timeout_s: of one request.
+    """
+
+    url: str
+    model: str
+    folder: Path
+    timeout_s: float
+
+
+class ServerFeatures:
+    """Asks for the rows of coming packs ahead of their step.
+
+    Args:
+        server: where.
+        ends: the target's embedding and head, on the drafter's device.
+        num_layers: K.
+    """
+
+    def __init__(self, server: FeatureServer, ends: TargetEnds, num_layers: int) -> None:
+        self._server = server
+        self._ends = ends
+        self._num_layers = num_layers
+        self._threads = ThreadPoolExecutor(REQUESTS, thread_name_prefix="features")
+        self._coming: dict[tuple[int, tuple[int, int]], Future[Tensor]] = {}
+
+    @property
+    def ends(self) -> TargetEnds:
+        """Embedding and head."""
+        return self._ends
+
+    def prepare(self, packs: Sequence[Pack | None]) -> None:
+        """Send the requests that weren't sent yet, and forget those of steps that are done."""
+        wanted = {(pack.index, row.key): row for pack in packs if pack is not None for row in pack.rows}
+        self._coming = {place: future for place, future in self._coming.items() if place in wanted}
+        for place, row in wanted.items():
+            if place not in self._coming:
+                self._coming[place] = self._threads.submit(self._fetch, row)
+
+    def states(self, pack: Pack) -> States:
+        """Return a pack's features.
+
+        Raises:
+            TrainingError: the server can't be reached or refuses, or what it gives isn't the row's.
+        """
+        found = [self._coming[pack.index, row.key].result() for row in pack.rows]
+        like = self._ends.embedding_VH
+        return States(torch.cat(found).to(like.device, like.dtype), None)
+
+    def close(self, failed: BaseException | None = None) -> None:
+        """Drop what wasn't sent; after an error what was sent isn't waited for."""
+        self._threads.shutdown(wait=failed is None, cancel_futures=True)
+
+    def _fetch(self, row: Row) -> Tensor:
+        body = {"model": self._server.model, "prompt": row.input_ids.tolist(), "max_tokens": 1, "temperature": 0}
+        answer = self._post("/v1/completions", body, row)
+        named = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
+        if not isinstance(named, str):
+            raise self._wrong(row, "a hidden_states_path in kv_transfer_params", f"the keys {sorted(answer)}")
+        path = Path(named).resolve()
+        if not path.is_relative_to(self._server.folder.resolve()):
+            raise self._wrong(row, f"a file inside topology.server_folder {self._server.folder}", named)
+        try:
+            return self._checked(row, _read(path, row, self._wrong))
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _checked(self, row: Row, tensors: dict[str, Tensor]) -> Tensor:
+        """Return [S, F] if the tensors are those of the row."""
+        shape = (len(row.input_ids), self._num_layers, self._ends.embedding_VH.shape[1])
+        ids, hidden = tensors.get("token_ids"), tensors.get("hidden_states")
+        if ids is None or hidden is None or not hidden.is_floating_point():
+            raise self._wrong(row, "tensors token_ids and hidden_states", sorted(tensors))
+        if ids.flatten().tolist() != row.input_ids.tolist():
+            raise self._wrong(row, f"the row's {len(row.input_ids)} ids back", f"{ids.numel()} others")
+        if tuple(hidden.shape) != shape:
+            raise self._wrong(row, f"hidden states {shape}", f"{tuple(hidden.shape)}; turn prefix caching off")
+        return hidden.flatten(1)
+
+    def _post(self, path: str, body: dict[str, Any], row: Row) -> dict[str, Any]:
+        """Ask, again after a failure that may pass."""
+        last = ""
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(0.2 * 4**attempt)
+            try:
+                status, data = self._ask(path, json.dumps(body), row_digest(row)[:32])
+            except (OSError, http.client.HTTPException) as error:
+                last = repr(error)
+                continue
+            if status == http.client.OK:
+                try:
+                    answer = json.loads(data)
+                except ValueError:
+                    answer = None
+                if isinstance(answer, dict):
+                    return answer
+                raise self._wrong(row, "a JSON object", repr(data[:200]))
+            last = f"status {status}: {data[:200]!r}"
+            if status < http.client.INTERNAL_SERVER_ERROR and status != http.client.TOO_MANY_REQUESTS:
+                break
+        raise self._wrong(row, "an answer", last)
+
+    def _ask(self, path: str, body: str, name: str) -> tuple[int, bytes]:
+        parts = urlsplit(self._server.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=self._server.timeout_s)
+        try:
+            headers = {"Content-Type": "application/json", "X-Request-Id": name}
+            connection.request("POST", parts.path.rstrip("/") + path, body, headers)
+            response = connection.getresponse()
+            return response.status, response.read(_LARGEST_ANSWER)
+        finally:
+            connection.close()
+
+    def _wrong(self, row: Row, expected: str, found: object) -> TrainingError:
+        return TrainingError(
+            f"The feature server {self._server.url} (model {self._server.model}) didn't serve row {row.sample_id!r}: "
+            f"expected {expected}, found {found}. Look at its log; docs/operations.md has how it is started. The same "
+            "run, started again, goes on from the newest checkpoint."
+        )
+
+
+def _read(path: Path, row: Row, wrong: Any) -> dict[str, Tensor]:
+    """Read a file that the server may still be writing."""
+    deadline = time.monotonic() + _FILE_S
+    while True:
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            if time.monotonic() > deadline:
+                raise wrong(row, f"a whole safetensors file {path.name}", error) from error
+        time.sleep(0.05)
