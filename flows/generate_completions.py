@@ -51,7 +51,7 @@ def generate_completions(config: GenerateRun) -> dict[str, Any]:
         left = plan_generation(session)
         get_run_logger().info("%d prompts have no record yet", left)
         outcome = _generate(session, board)
-        report, markdown = spot_check(session)
+        report, markdown = spot_check(session, outcome)
         create_markdown_artifact(markdown, key="generation-report")
         board.show(force=True)
         outcome = publish_batch(session, outcome, report)

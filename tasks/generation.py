@@ -36,9 +36,10 @@ def generate_records(session: GenerateSession) -> Outcome:
 
 
 @task(name="spot-check", **STORE_TASK)
-def spot_check(session: GenerateSession) -> tuple[dict[str, Any], str]:
+def spot_check(session: GenerateSession, outcome: Outcome) -> tuple[dict[str, Any], str]:
     """Look at samples of the batch; keep the report in it. Return it as JSON and as Markdown."""
-    report = assess_batch(session.log.store, session.log.counts)
+    # A rerun of a complete batch had no failures of its own: `_SUCCESS` knows those of the run that made it.
+    report = assess_batch(session.log.store, session.log.counts, None if session.log.is_complete() else outcome)
     save_report(session.log.store, report)
     return report.to_json(), render_markdown(report)
 

@@ -9,10 +9,12 @@ from typing import Any, Final
 
 import msgspec
 
+from dflash.data.discovery import SUCCESS
 from dflash.data.quality_report import printable
 from dflash.data.strict_json import parse_json
 from dflash.errors import ObjectNotFoundError, RecordError, StorageError
 from dflash.generate.looks import LOOP_RATIO, BatchCounts, Place
+from dflash.generate.outcome import Outcome
 from dflash.storage import Store
 
 SHOWN_CHARACTERS: Final = 700
@@ -40,8 +42,26 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Failures:
+    """What a run gave up: fields of its `_SUCCESS`."""
+
+    num_prompts: int
+    num_failed: int
+    failed_tries: dict[str, int]
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Failures:
+        """Of a run that has just ended."""
+        return cls(outcome.num_prompts, outcome.num_failed, outcome.kinds)
+
+
+@dataclass(frozen=True, slots=True)
 class BatchReport:
-    """What a batch holds; counts are records."""
+    """What a batch holds; counts are records.
+
+    Attributes:
+        failures: of the run that made or completed the batch; None where they aren't known.
+    """
 
     batch: str
     num_records: int
@@ -54,15 +74,24 @@ class BatchReport:
     compression: Mapping[str, int]
     examples: Mapping[str, list[str]]
     samples: list[Sample] = field(default_factory=list)
+    failures: Failures | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The report as one JSON object."""
         return asdict(self)
 
 
-def assess_batch(store: Store, counts: BatchCounts) -> BatchReport:
-    """Put the report together; reads the parts that hold its samples."""
+def assess_batch(store: Store, counts: BatchCounts, outcome: Outcome | None = None) -> BatchReport:
+    """Put the report together; reads the parts that hold its samples.
+
+    Args:
+        store: the batch's folder.
+        counts: of its records.
+        outcome: of the run; without one `_SUCCESS` is asked what failed.
+    """
+    failures = _failures_of(store) if outcome is None else Failures.of(outcome)
     return BatchReport(
+        failures=failures,
         batch=store.uri,
         num_records=counts.num_records,
         output_tokens=counts.output_tokens,
@@ -75,6 +104,13 @@ def assess_batch(store: Store, counts: BatchCounts) -> BatchReport:
         examples=counts.examples,
         samples=[*_samples(store, counts.drawn, "drawn"), *_samples(store, reversed(counts.worst), "compresses best")],
     )
+
+
+def _failures_of(store: Store) -> Failures | None:
+    try:
+        return msgspec.json.decode(store.read(SUCCESS), type=Failures)
+    except (ObjectNotFoundError, msgspec.MsgspecError):  # not complete yet, or another program's
+        return None
 
 
 def save_report(store: Store, report: BatchReport) -> None:
@@ -102,6 +138,7 @@ def render_markdown(report: BatchReport) -> str:
             f"{report.prompt_tokens:,} prompt tokens."
         ),
         "",
+        *_failure_lines(report),
         "| to look at | records | share | such as |",
         "|---|---:|---:|---|",
     ]
@@ -119,6 +156,18 @@ def render_markdown(report: BatchReport) -> str:
     for sample in report.samples:
         parts += _sample_lines(sample)
     return "\n".join(parts) + "\n"
+
+
+def _failure_lines(report: BatchReport) -> list[str]:
+    found = report.failures
+    if found is None:
+        return []
+    tries = ", ".join(f"{_md(kind)} {count:,}" for kind, count in sorted(found.failed_tries.items()))
+    share = f"{100 * found.num_failed / max(1, found.num_prompts):.3f} %"
+    return [
+        f"{found.num_failed:,} of {found.num_prompts:,} prompts failed ({share}); failed tries: {tries or 'none'}.",
+        "",
+    ]
 
 
 def _samples(store: Store, places: Iterable[Place], why: str) -> list[Sample]:

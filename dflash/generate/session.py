@@ -163,6 +163,7 @@ class GenerateSession:
             "num_records": counts.num_records,
             "num_failed": outcome.num_failed,
             "failures": outcome.failures,
+            "failed_tries": outcome.kinds,
             "output_tokens": counts.output_tokens,
             "prompt_tokens": counts.prompt_tokens,
             "finish_reasons": dict(counts.finishes),

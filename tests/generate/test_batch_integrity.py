@@ -30,8 +30,12 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("state", ["complete", "begun", "spooled"])
-@pytest.mark.parametrize(("fields", "settings", "message"), CHANGES)
+CASES = [("complete", *case) for case in CHANGES] + [
+    (state, *CHANGES[n]) for state in ("begun", "spooled") for n in (0, 4)
+]
+
+
+@pytest.mark.parametrize(("state", "fields", "settings", "message"), CASES)
 def test_another_request_under_a_known_id_is_refused(
     tmp_path: Path, make_run: MakeRun, state: str, fields: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:

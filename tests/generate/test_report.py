@@ -95,6 +95,25 @@ def test_the_report_shows_the_worst_and_holds_no_markup_of_records(tmp_path: Pat
     assert (tmp_path / "batch" / "_report.md").read_text() == text
 
 
+def test_the_report_has_the_rate_of_failures(tmp_path: Path, make_run: MakeRun) -> None:
+    def stubborn(request: dict[str, Any]) -> dict[str, Any]:
+        return answer(request, finish_reason="abort" if "question 3" in str(request["messages"]) else "stop")
+
+    with serving(Stub(answer=stubborn)) as stub:
+        outcome = generate(make_run(stub, 8, max_attempts=2, max_failed_share=0.2), tmp_path / "work")
+    log = BatchLog(open_store(str(tmp_path / "batch")))
+    log.load()
+    found = assess_batch(log.store, log.counts)
+    assert found == assess_batch(log.store, log.counts, outcome)
+    assert found.to_json()["failures"] == {"num_prompts": 8, "num_failed": 1, "failed_tries": {"aborted": 2}}
+    assert "1 of 8 prompts failed (12.500 %); failed tries: aborted 2." in render_markdown(found)
+    for other in ("{}", "", '{"num_prompts": "8", "num_failed": 1, "failed_tries": {}}'):
+        (tmp_path / "batch" / "_SUCCESS").write_text(other)
+        unknown = assess_batch(log.store, log.counts)
+        assert unknown.failures is None
+        assert "prompts failed" not in render_markdown(unknown)
+
+
 def test_counts_are_the_same_without_the_indexes(tmp_path: Path, make_run: MakeRun) -> None:
     with serving(Stub()) as stub:
         generate(make_run(stub, 12), tmp_path / "work")

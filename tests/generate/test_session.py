@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +50,7 @@ def test_a_batch_is_whole_and_read_by_our_reader(tmp_path: Path, make_run: MakeR
 def test_faults_lose_and_repeat_nothing(tmp_path: Path, make_run: MakeRun) -> None:
     faults = {name: 3 * share for name, share in FAULTS.items()}
     with serving(Stub(faults)) as stub:
-        outcome = generate(make_run(stub, 150, request_timeout_s=3, max_attempts=20), tmp_path / "work")
+        outcome = generate(make_run(stub, 150, request_timeout_s=1, max_attempts=20), tmp_path / "work")
     assert outcome.is_complete
     assert outcome.num_failed == 0
     assert sorted(one.id or "" for one in completions(tmp_path / "batch")) == sorted(f"q-{n}" for n in range(150))
@@ -77,6 +80,30 @@ def test_odd_answers_are_asked_again_and_poison_nothing(tmp_path: Path, make_run
     assert (outcome.is_complete, outcome.num_failed) == (True, 0)
     assert outcome.kinds == {"bad_reply": 4, "broken_json": 1, "unusable_bad_field": 2}
     assert len(completions(tmp_path / "batch")) == 12
+
+
+@dataclass(slots=True)
+class Busy(Stub):
+    """Refuses each question once and says how long to wait."""
+
+    asked_at: list[float] = field(default_factory=list)
+
+    async def handle(self, head: bytes, body: bytes, transport: asyncio.Transport) -> None:
+        if head.startswith(b"POST"):
+            self.asked_at.append(time.monotonic())
+            if len(self.asked_at) == 1:
+                transport.write(b"HTTP/1.1 503 X\r\nretry-after: 1.2\r\ncontent-length: 0\r\n\r\n")
+                return
+        await Stub.handle(self, head, body, transport)
+
+
+def test_a_server_is_left_alone_as_long_as_it_asks(tmp_path: Path, make_run: MakeRun) -> None:
+    with serving(Busy()) as stub:
+        outcome = generate(make_run(stub, 1), tmp_path / "work")
+        assert isinstance(stub, Busy)
+        first, second = stub.asked_at
+    assert second - first >= 1.2, "the first wait of our own is at most a quarter of a second"
+    assert outcome.kinds == {"overloaded": 1}
 
 
 def test_a_server_of_another_model_stops_the_run(tmp_path: Path, make_run: MakeRun) -> None:
