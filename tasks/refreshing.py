@@ -8,7 +8,7 @@ from typing import cast
 from prefect import task
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 
 from dflash.config import RefreshRun
 from dflash.data.dataset import DatasetRoot
@@ -42,7 +42,7 @@ def start_training(deployment: str, version: str) -> str:
     those say, by default the one that is current when it starts (this one, or a later one that has its own start).
 
     Raises:
-        UsageError: there is no such deployment.
+        UsageError: there is no such deployment, or its own parameters can't start a run.
     """
     try:
         run = run_deployment(deployment, timeout=0, as_subflow=False, idempotency_key=f"refresh-{version}")
@@ -51,4 +51,20 @@ def start_training(deployment: str, version: str) -> str:
             f"{version} is published, but its training was not started: no deployment {deployment}. Expected "
             "flow-name/deployment-name as `prefect deployment ls` shows it. Correct `train`, then retry this run."
         ) from error
+    except PrefectHTTPStatusError as error:
+        if not error.response.is_client_error:
+            raise
+        raise UsageError(
+            f"{version} is published, but its training was not started: {deployment} has parameters that can't start a "
+            f"run. Prefect says: {_detail(error)}. Set them (`parameters` in deployments/prefect.yaml, or the "
+            "deployment's page in the UI), then retry this run."
+        ) from error
     return str(cast("FlowRun", run).id)
+
+
+def _detail(error: PrefectHTTPStatusError) -> str:
+    """What the server says about a refusal."""
+    try:
+        return str(error.response.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return error.response.text[:500]

@@ -8,13 +8,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from datasets import load_from_disk
+from prefect.client.orchestration import get_client
 
 from dflash.config import GateThresholds, MergeRun, RefreshRun, TokenizeRun
 from dflash.data.dataset import DatasetRoot
 from dflash.errors import GateError, UsageError
+from tasks.refreshing import start_training
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("prefect_server", "home")]
 
@@ -129,6 +132,41 @@ def test_two_refreshes_at_a_time_merge_once(land: Callable[..., Path], make_run:
     assert pointer is not None
     assert [move.version for move in pointer.record.history] == [1, 2]
     assert sources(run) == ["0001", "0002"]
+
+
+def deploy(name: str, parameters: dict[str, Any]) -> str:
+    """A deployment as `train-drafter` is one: with one parameter, `config`, that has no default."""
+    schema = {"type": "object", "properties": {"config": {"type": "object"}}, "required": ["config"]}
+    with get_client(sync_client=True) as client:
+        flow_id = client.create_flow_from_name("training")
+        client.create_deployment(
+            flow_id, name, parameters=parameters, parameter_openapi_schema=schema, enforce_parameter_schema=True
+        )
+    return f"training/{name}"
+
+
+def test_a_new_version_starts_its_training_once_with_the_deployments_own_parameters(
+    land: Callable[..., Path], make_run: MakeRun
+) -> None:
+    land("0001", 0)
+    run = make_run(train=deploy("ready", {"config": {"epochs": 3}}))
+    started = refresh(run)["training"]
+    version = DatasetRoot.open(run.merge.batch.dataset).manifest().name
+    assert start_training.fn(str(run.train), version) == started
+    assert refresh(run)["training"] is None
+    with get_client(sync_client=True) as client:
+        flow_run = client.read_flow_run(UUID(started))
+    assert flow_run.parameters == {"config": {"epochs": 3}}
+    assert flow_run.idempotency_key == f"refresh-{version}"
+    assert flow_run.parent_task_run_id is None
+
+
+def test_a_training_that_can_not_start_as_it_is_deployed_says_so(land: Callable[..., Path], make_run: MakeRun) -> None:
+    land("0001", 0)
+    run = make_run(train=deploy("bare", {}))
+    with pytest.raises(UsageError, match=r"v000001-\w+ is published(.|\n)*training/bare(.|\n)*'config' is a required"):
+        refresh(run)
+    assert sources(run) == ["0001"]
 
 
 def test_a_training_that_does_not_exist_is_named_after_the_merge(land: Callable[..., Path], make_run: MakeRun) -> None:
