@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime as dt
 import gzip
 import json
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash.errors import UsageError
-from dflash.generate.prompt_source import open_prompts
+from dflash.generate.prompt_source import PromptSource, open_prompts
 from dflash.generate.prompts import Prompt
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -82,6 +83,29 @@ def test_bad_lines_are_refused_by_place(tmp_path: Path, line: Any, message: str)
     with pytest.raises(UsageError, match=r"prompts.jsonl:2: ") as error:
         opened(tmp_path, {"id": "ok", "messages": MESSAGES}, line)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "x", "at": dt.date(2026, 1, 1)}, "found a date"),
+        ({"prompt": "x", "raw": b"a"}, "found a bytes"),
+        ({"prompt": "x", "score": float("nan")}, "invalid_number"),
+        ({"prompt": "\ud83d"}, "invalid_unicode"),
+        ({"prompt": None}, "messages: expected a list"),
+    ],
+)
+def test_rows_of_a_dataset_are_held_to_what_a_request_can_hold(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=r"datasets:a\[1\]: ") as error:
+        PromptSource("datasets:a", rows=[{"prompt": "good"}, row]).check()
+    assert message in str(error.value)
+
+
+def test_a_torn_archive_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 1000)[:-20])
+    with pytest.raises(UsageError, match=r"lines of .* hold no prompt"):
+        open_prompts(str(path), tmp_path, None).check()
 
 
 def test_answers_are_stripped_when_asked_for(tmp_path: Path) -> None:
