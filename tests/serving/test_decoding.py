@@ -8,7 +8,7 @@ import torch
 
 from dflash.errors import ServiceError
 from dflash.eval.sampling import Sampling
-from dflash.eval.speculate import Speculator
+from dflash.eval.speculate import DecodeOptions, Speculator
 from dflash.model.drafter import Drafter
 from dflash.model.features import Target
 from dflash.model.layout import DrafterConfig
@@ -115,3 +115,5 @@ def test_one_request_alone_is_decoded_with_the_drafter(tiny_target: Path) -> Non
     assert answer.ids == plain
     assert answer.accepted is not None
     assert sum(answer.accepted) + len(answer.accepted) >= len(plain) - 1
+    stopped = Speculator(target, drafter).decode([5, 6, 7], DecodeOptions(12, END, is_stopped=lambda: True))
+    assert stopped.ids == plain[:1], "the prompt's pass gives one"
