@@ -50,7 +50,7 @@ from dflash.train.seats import Seat
 from dflash.train.server_features import FeatureServer, ServerFeatures
 from dflash.train.setup import build_drafter, norm_scale
 from dflash.train.split_drafter import ReceivedFeatures
-from dflash.train.split_run import run_target_rank
+from dflash.train.split_run import Beginning, run_target_rank
 from dflash.train.world import World
 
 log = logging.getLogger(__name__)
@@ -111,18 +111,18 @@ def train_run(run: TrainRun, places: Places, watch: Watch, device: torch.device)
         source = _open_shards(run, places, ready.manifest, world)
         layers, trusted = ready.network.target_layer_ids, run.trust_remote_code
 
-        def load() -> Target:
-            return Target.load(run.target, layers, device, dtype, trust_remote_code=trusted)
+        def load(where: torch.device) -> Target:
+            return Target.load(run.target, layers, where, dtype, trust_remote_code=trusted)
 
         if seat.target_number is not None:
-            run_target_rank(seat, ready.config, load, source, _beginning(run_dir))
+            run_target_rank(seat, ready.config, load, device, Beginning(source, _beginning(run_dir)))
             memory.report("of this target rank")
             return {}
         if world.is_first:
             identity = replace(identity, thinking=thinking_mix(run, ready.manifest, source))
         upload = None if mirror is None else mirror.upload
         hooks = Hooks(watch.should_stop, upload, watch.on_step, identity, seat.trainers, memory)
-        target = load() if seat.role == "colocated" else _remote(run, ready, seat, device, dtype)
+        target = load(device) if seat.role == "colocated" else _remote(run, ready, seat, device, dtype)
         ends = target if isinstance(target, Target) else target.ends
         drafter = build_drafter(ready.config, ready.network, ends, seat.trainers)
         result = Run(ready.config, target, drafter, source, run_dir, hooks).train()

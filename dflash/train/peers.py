@@ -59,6 +59,7 @@ class Peers:
         self._group = group
         self._timeout_s = timeout_s
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._goodbyes: list[dist.Work] = []
         self._threads = {
             rank: threading.Thread(target=self._listen, args=(rank,), name=f"rank {rank}", daemon=True)
             for rank in others
@@ -72,12 +73,7 @@ class Peers:
         Raises:
             PeerLostError: it is gone.
         """
-        data = json.dumps({"kind": kind, **fields}).encode()
-        assert len(data) <= _MESSAGE_BYTES, len(data)
-        box = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-        box[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        with self._losing(rank):
-            dist.send(box, rank, group=self._group, tag=_MESSAGE_TAG)
+        self.finish(rank, [self._begin(rank, kind, fields)])
 
     def get(self, waiting_for: str) -> Message:
         """Return the next message of any rank, `bye` included.
@@ -131,17 +127,27 @@ class Peers:
                 work.wait()
 
     def say_bye(self, failed: BaseException | None = None) -> None:
-        """Say goodbye to all, and why if it is early; never raises."""
-        why = None if failed is None else f"{type(failed).__name__}: {failed}"[: _MESSAGE_BYTES // 4]
+        """Say goodbye to all, and why if it is early; never raises, and never waits for a rank that hangs."""
+        why = None if failed is None else _short(f"{type(failed).__name__}: {failed}")
         for rank in self._threads:
             with contextlib.suppress(PeerLostError):
-                self.send(rank, "bye", failed=why)
+                self._goodbyes.append(self._begin(rank, "bye", {"failed": why}))
 
     def close(self) -> None:
         """Wait for the others' goodbyes."""
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _begin(self, rank: int, kind: str, fields: dict[str, Any]) -> dist.Work:
+        data = json.dumps({"kind": kind, **fields}, ensure_ascii=False).encode()
+        assert len(data) <= _MESSAGE_BYTES, len(data)
+        box = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        box[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        with self._losing(rank):
+            work = dist.isend(box, rank, group=self._group, tag=_MESSAGE_TAG)
+        assert work is not None
+        return work
 
     def _listen(self, rank: int) -> None:
         box = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
@@ -167,6 +173,11 @@ class Peers:
             yield
         except RuntimeError as error:
             raise _lost(rank, str(error)) from error
+
+
+def _short(text: str) -> str:
+    """Bound a text to what fits a message whatever it holds: four bytes a character at the most."""
+    return "".join(letter if letter.isprintable() else " " for letter in text[: _MESSAGE_BYTES // 5])
 
 
 def ended(message: Message) -> TrainingError:

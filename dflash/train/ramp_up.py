@@ -52,12 +52,18 @@ def ramp_up(engine: Engine, packs: Iterator[Pack], memory: MemoryWatch | None) -
     Raises:
         TrainingError: out of memory, although packs were halved.
     """
-    some = list(islice(packs, RAMP_UP_PACKS)) if wants_ramp_up(engine.config, engine.device) else []
-    if not some:
+    heavy = ramp_up_packs(engine.config, engine.device, packs)
+    if not heavy:
         return
-    rehearse(engine, heaviest_packs(some, engine.config))
+    rehearse(engine, heavy)
     if memory is not None:
         memory.report("after the ramp-up")
+
+
+def ramp_up_packs(config: TrainConfig, device: torch.device, packs: Iterator[Pack]) -> list[Pack]:
+    """Return the packs to begin with: none where the run doesn't want any, or has nothing left to do."""
+    some = list(islice(packs, RAMP_UP_PACKS)) if wants_ramp_up(config, device) else []
+    return heaviest_packs(some, config) if some else []
 
 
 def heaviest_packs(some: Sequence[Pack], config: TrainConfig) -> list[Pack]:

@@ -89,9 +89,14 @@ class ReceivedFeatures:
         return States(features_SF[part], None if final_SH is None else final_SH[part])
 
     def close(self, failed: BaseException | None = None) -> None:
-        """Let the target ranks end; what they have announced is received and dropped, since they can't unsend it."""
+        """Let the target ranks end; what they have announced is received and dropped, since they can't unsend it.
+
+        Where a rank is gone nothing is waited for: `torchrun` leaves half a minute to save.
+        """
         self._peers.say_bye(failed)
-        waiting = set() if isinstance(failed, PeerLostError) else set(self._peers.others)
+        if isinstance(failed, PeerLostError):
+            return
+        waiting = set(self._peers.others)
         with contextlib.suppress(PeerLostError):
             for message in self._ready.values():
                 self._tensors(message)

@@ -6,7 +6,7 @@ Legend: S tokens of a packed row, F feature values of a token, H hidden size, V 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from dflash.data.batches import Pack
 from dflash.errors import TrainingError
 from dflash.train.feature_source import ComputedFeatures, States, TargetEnds, pack_digest
 from dflash.train.peers import Message, Peers
+from dflash.train.sharded_target import Lockstep
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +48,15 @@ class TargetFeed:
     Args:
         source: runs the target.
         peers: the drafter ranks.
-        drafter_ranks: their numbers.
+        drafter_ranks: how many they are.
+        lockstep: of the target ranks, where the target is spread over them.
     """
 
-    def __init__(self, source: ComputedFeatures, peers: Peers, drafter_ranks: int) -> None:
+    def __init__(
+        self, source: ComputedFeatures, peers: Peers, drafter_ranks: int, lockstep: Lockstep | None = None
+    ) -> None:
         self._source = source
+        self._lockstep = lockstep
         self._peers = peers
         self._drafters = {rank: _Drafter() for rank in range(drafter_ranks)}
         self._wanted: dict[int, int] = {}
@@ -77,12 +82,31 @@ class TargetFeed:
             TrainingError: a drafter rank asks for a pack that isn't the next one; out of memory with halves of a pack.
         """
         for pack in packs:
-            while pack.index not in self._wanted:
-                if not self._hear(pack.index):
-                    return
+            asked = self._is_asked_for(pack)
+            if self._lockstep is not None and not self._lockstep.enter(pack, ending=not asked):
+                return
+            if not asked:
+                return
             self._send(self._wanted.pop(pack.index), pack, self._states(pack))
+        while self._lockstep is not None and self._lockstep.enter(None):
+            self._lockstep.fill_up()
         while self._hear(None):
             pass
+
+    def rehearse(self, packs: Sequence[Pack]) -> None:
+        """Compute packs for nobody, so that memory runs out now or never."""
+        for pack in packs:
+            if self._lockstep is not None:
+                self._lockstep.enter(pack)
+            self._states(pack)
+        log.info("ramp-up: the target took %d packs of %d tokens", len(packs), packs[0].num_tokens)
+
+    def _is_asked_for(self, pack: Pack) -> bool:
+        """Wait until a drafter rank asks for a pack; false where nobody will any more."""
+        while pack.index not in self._wanted:
+            if not self._hear(pack.index):
+                return False
+        return True
 
     def _hear(self, next_index: int | None) -> bool:
         """Take in one message; return whether anyone still needs this rank."""
@@ -119,6 +143,10 @@ class TargetFeed:
 
     def _states(self, pack: Pack) -> States:
         """Run the target; after running out of memory in two halves, from there on."""
+        if self._lockstep is not None:
+            states = self._source.states(pack)
+            self._lockstep.fill_up()
+            return states
         if not self._halved:
             try:
                 return self._source.states(pack)

@@ -6,15 +6,23 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from dflash.data.batches import BatchState, Pack
+from dflash.data.row_reader import Row
+from dflash.errors import TrainingError
+from dflash.train import peers, split_drafter
 from dflash.train.checkpoint import CheckpointFolder, Snapshot, load
 from dflash.train.curves import MetricsTail, read_metrics
+from dflash.train.feature_source import pack_digest
 from dflash.train.job import Places, Watch, train_run
+from dflash.train.peers import Message
 from dflash.train.run import TrainRun
 from tests.train.rank_processes import Ranks
 from tests.train.tiny_run import publish_rows, tiny_run, write_target
@@ -73,7 +81,7 @@ def test_two_target_ranks_and_one_drafter_rank_train_as_one_rank_does(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changed", [{}, {"sharding": "fsdp"}, {"loss": {"objective": "kl"}}], ids=["replicate", "fsdp", "kl"]
+    "changed", [{"ramp_up": "on"}, {"sharding": "fsdp"}, {"loss": {"objective": "kl"}}], ids=["ramped", "fsdp", "kl"]
 )
 def test_one_target_rank_feeds_two_drafter_ranks(
     tmp_path: Path, dataset: str, target: Path, changed: dict[str, Any]
@@ -87,6 +95,17 @@ def test_one_target_rank_feeds_two_drafter_ranks(
     assert found.record["progress"]["batch"] == expected.record["progress"]["batch"]
     for name, value in expected.weights.items():
         torch.testing.assert_close(found.weights[name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_target_that_is_spread_over_its_ranks_trains_the_same(tmp_path: Path, dataset: str, target: Path) -> None:
+    expected = in_one_rank(tmp_path, tiny_run(dataset, target, str(tmp_path / "one")))
+    spread = tiny_run(dataset, target, str(tmp_path / "split"), topology=TWO_TO_ONE | {"shard_target": True})
+    spread["train"]["ramp_up"] = "on"
+    ranks = Ranks(tmp_path / "ranks", spread, 3)
+    assert ranks.wait() == [0, 0, 0], ranks.log()
+    assert_equal(expected, newest(tmp_path / "split"))
+    assert losses(tmp_path / "split") == losses(tmp_path / "one")
 
 
 def wait_for_steps(run_dir: Path, ranks: Ranks) -> None:
@@ -116,6 +135,42 @@ def test_when_a_rank_is_killed_all_others_end_and_say_so(
     if victim == 2:  # the drafter rank lives, so the step it had finished isn't lost
         assert newest(tmp_path / "split").step > 0
         assert f"Rank {victim}" in ranks.log()
+
+
+@pytest.mark.slow
+def test_a_target_rank_that_hangs_is_not_waited_for_forever(tmp_path: Path, dataset: str, target: Path) -> None:
+    topology = TWO_TO_ONE | {"peer_timeout_s": 15}
+    ranks = Ranks(tmp_path / "ranks", tiny_run(dataset, target, str(tmp_path / "split"), topology=topology, **LONG), 3)
+    wait_for_steps(tmp_path / "split", ranks)
+    hung = ranks.processes[2]
+    assert hung.pid is not None
+    os.kill(hung.pid, signal.SIGSTOP)
+    try:
+        for process in ranks.processes[:2]:
+            process.join(90)
+            assert process.exitcode is not None, ranks.log()
+    finally:
+        hung.kill()
+    ranks.wait()
+    assert "No word of ranks [1, 2] for 15 s" in ranks.log()
+    assert newest(tmp_path / "split").step > 0
+
+
+@pytest.mark.parametrize("found", [{"digest": "0" * 64}, {"num_tokens": 8}], ids=["other rows", "shorter"])
+def test_features_of_other_rows_are_refused(found: dict[str, Any]) -> None:
+    row = Row((0, 0), np.arange(9, dtype=np.int32), np.ones(9, dtype=np.bool_), "sample-7", "made")
+    pack = Pack((row,), 4, 0, BatchState())
+    fields: dict[str, Any] = {"index": 4, "num_tokens": 9, "digest": pack_digest(pack)}
+    split_drafter._check(Message(3, "ready", fields), pack)
+    with pytest.raises(TrainingError, match=r"Rank 3 computed other rows for pack 4 .*'sample-7'"):
+        split_drafter._check(Message(3, "ready", fields | found), pack)
+    other = replace(pack, rows=(replace(row, sample_id="sample-8"),))
+    assert pack_digest(other) != pack_digest(pack)
+
+
+def test_what_a_goodbye_says_fits_a_message_whatever_it_is() -> None:
+    for text in ("\U0001f600" * 5000, "\ud800\x00\n" * 5000, '"\\' * 5000, "x"):
+        assert len(json.dumps({"kind": "bye", "failed": peers._short(text)}, ensure_ascii=False).encode()) <= 1024
 
 
 def test_an_error_of_the_target_reaches_the_drafter_rank(tmp_path: Path, dataset: str, target: Path) -> None:
