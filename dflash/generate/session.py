@@ -90,14 +90,9 @@ class GenerateSession:
         self._upload_full()
         left = len(self._list.missing())
         # A closed batch without `_SUCCESS` is one whose run was stopped in between: this one writes it, if it would.
-        may_finish = not was_complete and left <= self.run.max_failed_share * len(self._list.ids)
+        may_finish = not was_complete and left / len(self._list.ids) <= self.run.max_failed_share
         if left and (was_complete or self.log.is_closed) and not may_finish:
-            failed = self._failure_list()
-            raise UsageError(
-                f"{self.run.batch} is complete, and {left} of {len(self._list.ids)} prompts have no record in it. "
-                "Others may have read it: generate them into a new folder"
-                f"{f', with {failed} as prompts' if failed else ''}."
-            )
+            raise self._too_late(left)
         return left
 
     def generate(self) -> Outcome:
@@ -130,12 +125,23 @@ class GenerateSession:
 
         Raises:
             DatasetError: too many prompts failed, or some were not tried; says how to go on.
+            UsageError: another run has completed the batch without prompts of this one.
         """
-        if not self.log.is_complete():
+        is_complete = self.log.is_complete()
+        if (is_complete or self.log.is_closed) and not outcome.may_complete(self.run):
+            raise self._too_late(outcome.num_failed + outcome.num_open)
+        if not is_complete:
             outcome.require_complete(self.run)
             self.log.put_success(self._summary(outcome) | ({} if report is None else {"report": report}))
         shutil.rmtree(self._spool.folder / "prompts", ignore_errors=True)
         return replace(outcome, is_complete=True)
+
+    def _too_late(self, left: int) -> UsageError:
+        failed = self._failure_list()
+        return UsageError(
+            f"{self.run.batch} is complete, and {left} of {len(self._list.ids)} prompts have no record in it. Others "
+            f"may have read it: generate them into a new folder{f', with {failed} as prompts' if failed else ''}."
+        )
 
     def _outcome(self, tally: Tally, failures: str | None, seconds: float) -> Outcome:
         missing = self._list.missing()

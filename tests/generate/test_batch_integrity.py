@@ -190,6 +190,19 @@ def test_no_part_is_added_behind_success(
     assert success(tmp_path / "batch") == found
 
 
+def test_a_batch_that_another_run_completed_is_no_success_without_the_own_prompts(
+    tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of this run's own prompts fail while a run of fewer completes."""
+    with serving(Stub(answer=lambda request: answer(request, finish_reason="abort"))) as stub, serving(Stub()) as good:
+        run = make_run(stub, 25, model="stub", max_attempts=1)
+        fewer = of_fewer(run, tmp_path, 5).model_copy(update={"endpoints": (good.url,)})
+        interrupt(monkeypatch, "put_if_absent _failures/run-00000.ndjson", lambda: generate(fewer, tmp_path / "other"))
+        with pytest.raises(UsageError, match=r"is complete, and 2\d of 25 prompts have no record in it"):
+            generate(run, tmp_path / "work")
+    assert success(tmp_path / "batch")["num_records"] == 5
+
+
 def test_a_part_that_comes_before_the_end_belongs_to_the_batch(
     tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
