@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: demo test test-slow coverage check audit test-compat test-ui constraints clean
+.PHONY: demo test test-slow test-postgres coverage check audit test-compat test-ui constraints clean
 
 demo: $(STAMP)  ## the whole path on real input, in minutes
 	$(BIN)/dflash demo
@@ -19,6 +19,10 @@ test: $(STAMP)  ## the suite without what is slow, or needs a GPU or a browser; 
 
 test-slow: $(STAMP)  ## the rest of the suite that needs neither GPU nor browser
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-postgres: $(STAMP)  ## the tests that run on the whole stack, with Prefect's records in PostgreSQL
+	DFLASH_TEST_DATABASE=postgres $(BIN)/python -m pytest tests/embedded/test_postgres_stack.py \
+	  tests/flows/test_refresh_on_server.py tests/flows/test_retry_on_server.py tests/flows/test_train_on_server.py $(ARGS)
 
 coverage: $(STAMP)  ## branch coverage of the suite, at least 90 %
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not ui" --cov --cov-report=term:skip-covered \

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,10 +76,12 @@ def s3_store(s3_server: SeaweedServer) -> S3Store:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StackConnection]:
     """The whole embedded stack with all deployments: object store, Prefect server, a worker for each pool."""
     from embedded.stack import connect, down, up
+    from tests.embedded.postgres_folder import reachable_folder
 
-    project = tmp_path_factory.mktemp("stack")
-    try:
-        up(project, lambda _: None)
-        yield connect(project)
-    finally:
-        down(project, lambda _: None)
+    on_postgres = os.environ.get("DFLASH_TEST_DATABASE") == "postgres"
+    with reachable_folder() if on_postgres else contextlib.nullcontext(tmp_path_factory.mktemp("stack")) as project:
+        try:
+            up(project, lambda _: None, database="postgres" if on_postgres else None)
+            yield connect(project)
+        finally:
+            down(project, lambda _: None)
