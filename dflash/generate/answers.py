@@ -54,7 +54,7 @@ def make_record(request: Request, sampled: Sampled, server: str, attempts: int) 
         server: the endpoint that gave it.
         attempts: tries, this one included.
     """
-    if (failure := _refuse_envelope(request, sampled)) is not None:
+    if (failure := _refuse_envelope(request, sampled, server)) is not None:
         return failure
     finish = sampled.finish_reason
     if not isinstance(finish, str) or finish.casefold() not in FINISH_REASONS:
@@ -75,11 +75,11 @@ def make_record(request: Request, sampled: Sampled, server: str, attempts: int) 
     return record
 
 
-def _refuse_envelope(request: Request, sampled: Sampled) -> Failure | None:
+def _refuse_envelope(request: Request, sampled: Sampled, server: str) -> Failure | None:
     """What is wrong around the message: another model's answer, counts that aren't, two traces that differ."""
     model = sampled.model
     if model != request.model and isinstance(model, str) and model and not _is_same_model(model, request.model):
-        said = f"asked for the model {request.model!r:.200}, the server answered as {model!r:.200}"
+        said = f"{server} was asked for the model {request.model!r:.200} and answered as {model!r:.200}"
         return Failure("other_model", f"{said}. Give `model` as the server names it.", may_retry=False, is_fatal=True)
     for count in (sampled.output_tokens, sampled.prompt_tokens):
         if count is not None and not (type(count) is int and 0 <= count < _MAX_COUNT):

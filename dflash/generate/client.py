@@ -21,7 +21,7 @@ from dflash.data.records import Reason
 from dflash.data.strict_json import parse_json
 from dflash.errors import RecordError, ServiceError
 from dflash.generate.answers import Failure, make_record
-from dflash.generate.requests import Dialect, Request
+from dflash.generate.requests import Dialect, Request, Sampled
 
 MAX_REPLY_BYTES: Final = 256 << 20
 _SHOWN = 300  # characters of a server's message
@@ -50,16 +50,17 @@ class Client:
     async def ask(self, endpoint: str, request: Request, attempt: int) -> dict[str, Any] | Failure:
         """Make one try."""
         try:
-            body = msgspec.json.encode(self.dialect.body(request))
+            sent = self.dialect.body(request)
         except RecordError as error:
             return Failure("unusable_prompt", str(error), may_retry=False)
-        reply = await self._post(self.dialect.url(endpoint), body)
+        reply = await self._post(self.dialect.url(endpoint), msgspec.json.encode(sent))
         if isinstance(reply, Failure):
             return reply
         status, retry_after, data = reply
         if status != 200:
             return _refusal(status, data, retry_after)
-        return self._record(endpoint, request, data, attempt)
+        sampled = self._read(data, sent)
+        return sampled if isinstance(sampled, Failure) else make_record(request, sampled, endpoint, attempt)
 
     async def _post(self, url: str, body: bytes) -> tuple[int, str | None, bytes] | Failure:
         """Status, Retry-After and body of a reply that came whole."""
@@ -80,17 +81,16 @@ class Client:
             return Failure("too_large", f"a reply of more than {MAX_REPLY_BYTES >> 20} MiB", may_retry=False)
         return status, retry_after, data
 
-    def _record(self, endpoint: str, request: Request, data: bytes, attempt: int) -> dict[str, Any] | Failure:
+    def _read(self, data: bytes, sent: dict[str, Any]) -> Sampled | Failure:
         try:
             reply = parse_json(data)
         except RecordError as error:
             # Half a character is what the model sampled: the same seed would give it again.
             return Failure("broken_json", error.message, other_seed=error.reason == Reason.INVALID_UNICODE)
         try:
-            sampled = self.dialect.read(reply)
+            return self.dialect.read(reply, sent)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             return Failure("bad_reply", f"{type(error).__name__}: {error} in {data[:_SHOWN]!r}")
-        return make_record(request, sampled, endpoint, attempt)
 
 
 def open_session(api_key: str | None, max_in_flight: int) -> aiohttp.ClientSession:

@@ -110,8 +110,8 @@ class Dialect(Protocol):
         """The request's JSON; raises RecordError for a prompt that can't be asked for."""
         ...
 
-    def read(self, reply: Mapping[str, Any]) -> Sampled:
-        """What a reply says; raises LookupError, TypeError or ValueError for one of another shape."""
+    def read(self, reply: Mapping[str, Any], sent: Mapping[str, Any]) -> Sampled:
+        """What a reply to a body says; raises LookupError, TypeError or ValueError for one of another shape."""
         ...
 
 
@@ -141,7 +141,7 @@ class OpenAIDialect:
         }
         return body | {name: value for name, value in optional.items() if value is not None}
 
-    def read(self, reply: Mapping[str, Any]) -> Sampled:
+    def read(self, reply: Mapping[str, Any], sent: Mapping[str, Any]) -> Sampled:  # noqa: ARG002 (it says all itself)
         """See `Dialect.read`."""
         choice = reply["choices"][0]
         usage = reply.get("usage") or {}
@@ -184,8 +184,8 @@ class SGLangDialect:
             },
         }
 
-    def read(self, reply: Mapping[str, Any]) -> Sampled:
-        """See `Dialect.read`."""
+    def read(self, reply: Mapping[str, Any], sent: Mapping[str, Any]) -> Sampled:
+        """See `Dialect.read`; what it prefilled are the ids that it was sent."""
         meta = reply["meta_info"]
         ended = meta["finish_reason"]
         return Sampled(
@@ -194,6 +194,7 @@ class SGLangDialect:
             meta.get("completion_tokens"),
             meta.get("prompt_tokens"),
             reply.get("output_ids"),
+            sent["input_ids"],
         )
 
     def _prompt_ids(self, request: Request) -> list[int]:

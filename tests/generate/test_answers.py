@@ -31,14 +31,14 @@ def reply(message: dict[str, Any], finish: Any = "stop", **choice: Any) -> dict[
 
 
 def read(message: dict[str, Any], finish: Any = "stop", thinking: bool | None = None, **choice: Any) -> Any:
-    sampled = OpenAIDialect().read(reply(message, finish, **choice))
+    sampled = OpenAIDialect().read(reply(message, finish, **choice), {})
     return make_record(request(thinking), sampled, "http://a/v1", 1)
 
 
 def test_a_record_keeps_what_training_needs() -> None:
     asked = request(thinking=True, tools=[{"type": "function", "function": {"name": "f"}}], source="maths")
     given = reply({"content": "Yes.", "reasoning": "Hm.", "tool_calls": None}, token_ids=[5, 6, 2])
-    record = make_record(asked, OpenAIDialect().read({**given, "prompt_token_ids": [1, 4]}), "http://a/v1", 2)
+    record = make_record(asked, OpenAIDialect().read({**given, "prompt_token_ids": [1, 4]}, {}), "http://a/v1", 2)
     assert isinstance(record, dict)
     assert record["messages"][-1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
     assert record["sampling"]["seed"] == asked.seed
@@ -128,7 +128,7 @@ def test_no_record_without_a_response(message: dict[str, Any], finish: Any, kind
     ],
 )
 def test_what_surrounds_a_message_is_held_to_its_meaning(changes: dict[str, Any], kind: str | None) -> None:
-    record = make_record(request(), OpenAIDialect().read(reply({"content": "Yes"}) | changes), "a", 1)
+    record = make_record(request(), OpenAIDialect().read(reply({"content": "Yes"}) | changes, {}), "a", 1)
     if kind is None:
         assert isinstance(record, dict)
         look = msgspec.convert(look_at(record), Look)
@@ -183,7 +183,7 @@ def test_calls_that_training_could_not_read_are_asked_again(calls: Any, kind: st
 @pytest.mark.parametrize("broken", [{}, {"choices": []}, {"choices": [{"message": "text"}]}, [], "text", None])
 def test_replies_of_another_shape_are_told_apart(broken: Any) -> None:
     with pytest.raises((LookupError, TypeError, ValueError, AttributeError)):
-        OpenAIDialect().read(broken)
+        OpenAIDialect().read(broken, {})
 
 
 def test_seeds_depend_on_the_id_and_change_after_an_empty_answer() -> None:
@@ -233,6 +233,7 @@ def test_the_native_api_of_sglang_gives_ids(smollm2_tokenizer_dir: Any) -> None:
     }
     assert dialect.url("http://a:1/v1") == "http://a:1/generate"
     meta = {"finish_reason": {"type": "length", "length": 2}, "completion_tokens": 2, "prompt_tokens": 8}
-    record = make_record(asked, dialect.read({"text": "Be", "output_ids": [7, 8], "meta_info": meta}), "a", 1)
+    record = make_record(asked, dialect.read({"text": "Be", "output_ids": [7, 8], "meta_info": meta}, body), "a", 1)
     assert isinstance(record, dict)
     assert (record["output_token_ids"], record["finish_reason"], record["output_tokens"]) == ([7, 8], "length", 2)
+    assert record["prompt_token_ids"] == body["input_ids"]

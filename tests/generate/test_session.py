@@ -109,7 +109,9 @@ def test_a_server_is_left_alone_as_long_as_it_asks(tmp_path: Path, make_run: Mak
 def test_a_server_of_another_model_stops_the_run(tmp_path: Path, make_run: MakeRun) -> None:
     with (
         serving(Stub(answer=lambda request: answer(request) | {"model": "other"})) as stub,
-        pytest.raises(ServiceError, match=r"other_model\): asked for the model 'stub', the server answered as 'other'"),
+        pytest.raises(
+            ServiceError, match=r"other_model\): http://127.*/v1 was asked for .* 'stub' and answered as 'other'"
+        ),
     ):
         generate(make_run(stub, 20, model="stub"), tmp_path / "work")
     assert not list((tmp_path / "batch").glob("part-*"))
