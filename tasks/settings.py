@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from prefect.blocks.system import Secret
-from prefect_aws import AwsCredentials
 from pydantic import AliasChoices, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dflash.storage import S3Credentials
+
+if TYPE_CHECKING:
+    from prefect_aws import AwsCredentials
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,8 @@ def s3_credentials() -> S3Credentials:
 
 
 def _load_block(name: str) -> AwsCredentials | None:
+    from prefect_aws import AwsCredentials  # brings boto3: a second of work for runs that need no block
+
     try:
         return cast("AwsCredentials", AwsCredentials.load(name))
     except ValueError:  # Prefect's answer for a block that doesn't exist

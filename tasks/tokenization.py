@@ -10,7 +10,7 @@ from prefect import task
 
 from dflash.data.plan import PlannedFile, ShardPlan
 from dflash.data.quality_report import QualityReport
-from dflash.data.shard_job import LocalInput
+from dflash.data.spool import LocalInput
 from dflash.data.tokenize_run import TokenizeSession
 from dflash.manifest import Manifest, ShardReceipt
 from tasks.policies import COMPUTE_TASK, STORE_TASK

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,14 @@ class Encoder(Protocol):
         Returns:
             int32 [t], the ids of all texts joined, and int64 [n + 1]: text i has ids[offsets[i]:offsets[i + 1]].
         """
+        ...
+
+
+class FastEncoder(Encoder, Protocol):
+    """An encoder that has to be proven equal to the reference."""
+
+    def encode_unchecked(self, texts: Sequence[str], *, allow_special: bool) -> tuple[Ids, Offsets]:
+        """As `encode_batch_flat`, without asking the reference."""
         ...
 
 
@@ -143,13 +151,8 @@ class EncoderChoice:
         return self.encoder.name
 
 
-def choose_encoder(backend: Tokenizer, sample: Sequence[str] = ()) -> EncoderChoice:
-    """The fast encoder if it gives the reference's ids on the probes and on `sample`, else the reference.
-
-    Args:
-        backend: the tokenizer.
-        sample: texts of the batch that is to be encoded; the first `PROOF_SAMPLE_CHARACTERS` are used.
-    """
+def choose_encoder(backend: Tokenizer) -> EncoderChoice:
+    """The fast encoder if it gives the reference's ids on the probes, else the reference."""
     reference = HuggingFaceEncoder(backend)
     try:
         fast = FastokensEncoder(backend)
@@ -157,17 +160,37 @@ def choose_encoder(backend: Tokenizer, sample: Sequence[str] = ()) -> EncoderCho
         return EncoderChoice(reference, "fastokens is not installed")
     except Exception as error:  # noqa: BLE001 (what it raises for a tokenizer it can't build is not documented)
         return EncoderChoice(reference, f"fastokens doesn't support this tokenizer: {type(error).__name__}: {error}")
-    texts = [*TEXT_PROBES, *added_token_probes(added_texts(backend)), *_head(sample)]
+    texts = [*TEXT_PROBES, *added_token_probes(added_texts(backend))]
+    return _proven(fast, reference, texts, f"fastokens gives the same ids on {len(texts)} texts")
+
+
+def confirm_encoder(choice: EncoderChoice, backend: Tokenizer, sample: Sequence[str]) -> EncoderChoice:
+    """The choice if it holds on texts of the batch that is to be encoded, else the reference.
+
+    Args:
+        choice: from `choose_encoder`.
+        backend: the tokenizer.
+        sample: texts of the batch; the first `PROOF_SAMPLE_CHARACTERS` are used.
+    """
+    if isinstance(choice.encoder, HuggingFaceEncoder):
+        return choice
+    fast = cast("FastEncoder", choice.encoder)
+    head = _head(sample)
+    reason = f"{choice.reason} and on {len(head)} of the batch"
+    return _proven(fast, HuggingFaceEncoder(backend), head, reason)
+
+
+def _proven(fast: FastEncoder, reference: Encoder, texts: Sequence[str], reason: str) -> EncoderChoice:
     try:
         difference = find_difference(reference, fast, texts)
-    except Exception as error:  # noqa: BLE001 (as above; a text that the reference fails on stops the run later)
+    except Exception as error:  # noqa: BLE001 (not documented; a text that the reference fails on stops the run later)
         return EncoderChoice(reference, f"fastokens can't encode: {type(error).__name__}: {error}")
     if difference is not None:
         return EncoderChoice(reference, f"fastokens gives other ids: {difference}")
-    return EncoderChoice(fast, f"fastokens gives the same ids on {len(texts)} texts")
+    return EncoderChoice(fast, reason)
 
 
-def find_difference(reference: Encoder, fast: FastokensEncoder, texts: Sequence[str]) -> str | None:
+def find_difference(reference: Encoder, fast: FastEncoder, texts: Sequence[str]) -> str | None:
     """Describe the first of `texts` for which the two encoders differ; None where there is none."""
     for allow_special in (True, False):
         expected, expected_offsets = reference.encode_batch_flat(texts, allow_special=allow_special)

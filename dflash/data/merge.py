@@ -19,7 +19,7 @@ from dflash.data.merge_plan import Cut, MergePlan
 from dflash.data.plan import CODE_VERSION
 from dflash.data.rewrite import RewrittenShard, drop_rows
 from dflash.data.shard_files import ShardFiles
-from dflash.data.shard_job import REJECTS_FILE
+from dflash.data.spool import REJECTS_FILE
 from dflash.errors import DamagedDatasetError, IncompatibleError
 from dflash.manifest import Counts, Manifest, ShardEntry, ShardReceipt
 

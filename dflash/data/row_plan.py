@@ -86,8 +86,6 @@ def plan_row(completion: Completion, tokenizer: TargetTokenizer, options: Tokeni
         flags |= RowFlag.LENGTH_CUT
     if message.get("reasoning_content") and not (_text(message.get("content")).strip() or message.get("tool_calls")):
         flags |= RowFlag.THINKING_ONLY
-    for segment in segments:
-        _require_unicode(segment.text)
     _require_room(segments[0], tokenizer, options)
     return RowPlan(segments, flags, _response_text(message), verbatim)
 
@@ -199,16 +197,20 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _require_unicode(text: str) -> None:
-    if text.isascii():
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RecordError(
-            Reason.INVALID_UNICODE,
-            f"half of a surrogate pair, {text[error.start]!r}, at character {error.start} of the rendered text",
-        ) from error
+def require_unicode(plan: RowPlan) -> None:
+    """Refuse text that can't be encoded.
+
+    Raises:
+        RecordError: `invalid_unicode`.
+    """
+    for text in (segment.text for segment in plan.segments):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RecordError(
+                Reason.INVALID_UNICODE,
+                f"half of a surrogate pair, {text[error.start]!r}, at character {error.start} of the rendered text",
+            ) from error
 
 
 def _require_room(prompt: Segment, tokenizer: TargetTokenizer, options: TokenizeOptions) -> None:

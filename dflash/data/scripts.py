@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import string
+
 import numpy as np
 
 # First code point of each range and the script it belongs to; "" is no letter, or too rare to tell apart.
@@ -23,6 +25,8 @@ _SCRIPT_OF = np.repeat(
     np.diff([start for start, _ in _RANGES], append=_NUM_POINTS),
 )
 
+_NO_ASCII_LETTERS = bytes(set(range(128)) - set(string.ascii_letters.encode()))
+
 NO_SCRIPT = "none"
 SAMPLE_CHARACTERS = 4096
 
@@ -33,8 +37,10 @@ def dominant_script(text: str) -> str:
     Han beside any kana counts as `kana`: Japanese text is mostly Han.
     """
     head = text[:SAMPLE_CHARACTERS]
-    if head.isascii():
-        return "latin" if any(character.isalpha() for character in head) else NO_SCRIPT
+    ascii_characters = head.encode("ascii", "ignore")
+    num_letters = len(ascii_characters.translate(None, _NO_ASCII_LETTERS))
+    if num_letters > len(head) - len(ascii_characters):  # no other script can have as many
+        return "latin"
     points = np.frombuffer(head.encode("utf-32-le", "surrogatepass"), "<u4")
     counts = np.bincount(_SCRIPT_OF[points], minlength=len(_NAMES))
     counts[_NAMES.index("")] = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash.data.dataset import DatasetRoot
-from dflash.data.shard_job import INDEX_FILE, SHARD_FILE
+from dflash.data.spool import INDEX_FILE, SHARD_FILE
 from dflash.errors import IntegrityError, StorageError
 from dflash.manifest import ShardEntry
 from dflash.storage.files import file_sha256

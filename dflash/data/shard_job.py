@@ -1,8 +1,4 @@
-"""From one group of local completion files to a shard, its index, its rejects and its receipt.
-
-The result lies in a spool folder named by the shard's fingerprint. The folder appears by one rename when it is
-whole, so a folder that is there is a shard that is done.
-"""
+"""From one group of local completion files to a shard, its index, its rejects and its receipt in the spool."""
 
 from __future__ import annotations
 
@@ -11,17 +7,26 @@ import json
 import shutil
 import tempfile
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from dflash.config import TokenizeOptions
 from dflash.data.completions import Completion, Reject, read_completions
 from dflash.data.encoders import HuggingFaceEncoder
 from dflash.data.shards import ShardWriter, WrittenShard
+from dflash.data.spool import (
+    ABANDONED_S,
+    INDEX_FILE,
+    RECEIPT_FILE,
+    REJECTS_FILE,
+    SHARD_FILE,
+    LocalInput,
+    ShardJob,
+    read_spooled,
+    remove_spooled,
+)
 from dflash.data.tokenize import tokenize_batch
 from dflash.errors import DatasetError, IntegrityError, StorageError
 from dflash.manifest import InputFile, ShardReceipt, sha256_hex
@@ -30,46 +35,9 @@ from dflash.storage.files import file_sha256
 if TYPE_CHECKING:
     from dflash.data.tokenizer import TargetTokenizer
 
-SHARD_FILE, INDEX_FILE, REJECTS_FILE, RECEIPT_FILE = "shard.arrow", "index.arrow", "rejects.jsonl", "receipt.json"
 # A batch ends at either: enough for one batched encode call to pay, little enough to bound memory.
-RECORDS_PER_BATCH = 256
+RECORDS_PER_BATCH = 512
 BYTES_PER_BATCH = 32 << 20
-ABANDONED_S = 86_400
-
-
-@dataclass(frozen=True, slots=True)
-class LocalInput:
-    """A downloaded file: its key, where it lies, its size, ETag and SHA-256."""
-
-    key: str
-    path: Path
-    size: int
-    etag: str | None
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class ShardJob:
-    """What a worker process needs to make one shard.
-
-    Attributes:
-        fingerprint: names the spool folder and the receipt.
-        inputs: local files in order.
-        options: decide ids and mask.
-        spool: folder in which the result folder appears.
-        encoder: `auto` or `huggingface`; the ids are the same.
-    """
-
-    fingerprint: str
-    inputs: tuple[LocalInput, ...]
-    options: TokenizeOptions
-    spool: Path
-    encoder: Literal["auto", "huggingface"] = "auto"
-
-    @property
-    def result(self) -> Path:
-        """Folder of the finished shard."""
-        return self.spool / self.fingerprint
 
 
 @dataclass(slots=True)
@@ -126,16 +94,6 @@ def _make_shard(job: ShardJob, tokenizer: TargetTokenizer) -> ShardReceipt:
     return receipt
 
 
-def remove_spooled(result: Path) -> None:
-    """Remove a spool folder: it disappears at once by a rename, so that a kill leaves it whole or gone."""
-    doomed = result.with_name(f".{result.name[:12]}-{uuid.uuid4().hex[:8]}")
-    with contextlib.suppress(FileNotFoundError):
-        result.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-    if doomed.is_file():
-        doomed.unlink()
-
-
 def _remove_abandoned(spool: Path) -> None:
     """Remove scratch folders that killed processes left; a living one is never a day old."""
     for folder in spool.glob(".*"):
@@ -156,24 +114,6 @@ def _move_into_place(scratch: Path, result: Path) -> None:
         else:
             return
     raise DatasetError(f"{result} can't be replaced: another process keeps writing there. Run again.")
-
-
-def read_spooled(result: Path) -> ShardReceipt | None:
-    """Receipt of a finished spool folder whose files are whole; None where there is none.
-
-    A damaged folder (a digest differs) counts as none, so the shard is made again.
-    """
-    try:
-        receipt = ShardReceipt.from_bytes((result / RECEIPT_FILE).read_bytes(), str(result / RECEIPT_FILE))
-        entry = receipt.shard
-        whole = (
-            file_sha256(result / SHARD_FILE) == entry.sha256
-            and file_sha256(result / INDEX_FILE) == entry.index_sha256
-            and receipt.rejects_sha256 in {None, file_sha256(result / REJECTS_FILE)}
-        )
-    except (OSError, DatasetError):
-        return None
-    return receipt if whole else None
 
 
 def _write_shard(job: ShardJob, tokenizer: TargetTokenizer, scratch: Path) -> ShardReceipt:

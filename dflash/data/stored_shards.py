@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from dflash.data.dataset import DatasetRoot
 from dflash.data.plan import ShardPlan
-from dflash.data.shard_job import INDEX_FILE, REJECTS_FILE, SHARD_FILE, remove_spooled
 from dflash.data.shards import read_index
+from dflash.data.spool import INDEX_FILE, REJECTS_FILE, SHARD_FILE, remove_spooled
 from dflash.errors import DatasetError, IntegrityError, ObjectNotFoundError, PreconditionError, StorageError
 from dflash.manifest import InputFile, ShardEntry, ShardReceipt, sha256_hex
 from dflash.storage import Store

@@ -14,7 +14,7 @@ from dflash.config import TokenizeOptions
 from dflash.data.completions import normalise_record
 from dflash.data.encoders import Encoder, HuggingFaceEncoder, Ids
 from dflash.data.records import Completion, Reason, Reject
-from dflash.data.row_plan import RowPlan, Segment, plan_row, prompt_too_long
+from dflash.data.row_plan import RowPlan, Segment, plan_row, prompt_too_long, require_unicode
 from dflash.data.rows import RowFlag, TokenizedRows
 from dflash.data.scripts import dominant_script
 from dflash.data.tokenizer import TargetTokenizer, adapt_tokenizer
@@ -96,37 +96,75 @@ def tokenize_batch(
             plans.append((completion, plan_row(completion, tokenizer, options)))
         except RecordError as error:
             rejects.append(_reject(completion, error))
-    segments = [segment for _, plan in plans for segment in plan.segments]
-    encoder = encoder or tokenizer.encoder_for([segment.text for segment in segments]).encoder
-    pieces = iter(_encode(segments, encoder, tokenizer.lead))
+    encoder, encoded = _encode_plans(plans, tokenizer, encoder, rejects)
     rows: list[_Row] = []
+    first = 0
     for completion, plan in plans:
+        last = first + len(plan.segments)
         try:
-            rows.append(_row(completion, plan, [next(pieces) for _ in plan.segments], options))
+            rows.append(_row(completion, plan, encoded.bounds[first : last + 1], options))
         except RecordError as error:
             rejects.append(_reject(completion, error))
+        first = last
     _flag_verbatim(rows, encoder, tokenizer.lead)
-    return TokenizedBatch(_join(rows), rejects, encoder.name)
+    return TokenizedBatch(_join(rows, encoded.ids), rejects, encoder.name)
+
+
+@dataclass(slots=True)
+class _Encoded:
+    """Ids of segments, joined: int32 [t], and segment i is ids[bounds[i]:bounds[i + 1]]."""
+
+    ids: Ids
+    bounds: list[int]
 
 
 @dataclass(slots=True)
 class _Row:
     completion: Completion
     plan: RowPlan
-    pieces: list[Ids]
-    spans: list[tuple[int, int]]  # of the loss, apart from one another, inside the window
+    start: int  # in the ids of all segments
+    end: int  # inside the window
+    spans: list[tuple[int, int]]  # of the loss, apart from one another, inside the window, from the row's start
     num_sampled_tokens: int  # of the last response, before the window's cut
     flags: RowFlag
 
 
-def _encode(segments: Sequence[Segment], encoder: Encoder, lead: Sequence[int]) -> list[Ids]:
-    """Ids of each segment; two calls at most, one with control tokens recognised and one without.
+def _encode_plans(
+    plans: list[tuple[Completion, RowPlan]], tokenizer: TargetTokenizer, encoder: Encoder | None, rejects: list[Reject]
+) -> tuple[Encoder, _Encoded]:
+    """Encode all segments; a plan whose text is no valid Unicode goes from `plans` to `rejects`.
+
+    Records from files can't hold such text. Looking for it in every text costs as much as a tenth of all work, and
+    encoders refuse it anyway.
+    """
+    segments = [segment for _, plan in plans for segment in plan.segments]
+    try:
+        encoder = encoder or tokenizer.encoder_for([segment.text for segment in segments]).encoder
+        return encoder, _encode(segments, encoder, tokenizer.lead)
+    except (UnicodeEncodeError, TypeError):  # the latter from the reference
+        before = len(plans)
+        for item in tuple(plans):
+            try:
+                require_unicode(item[1])
+            except RecordError as error:
+                plans.remove(item)
+                rejects.append(_reject(item[0], error))
+        if len(plans) == before:
+            raise
+    return _encode_plans(plans, tokenizer, encoder, rejects)
+
+
+def _encode(segments: Sequence[Segment], encoder: Encoder, lead: Sequence[int]) -> _Encoded:
+    """Encode segments; two calls at most, one with control tokens recognised and one without.
 
     Args:
         segments: of all rows.
         encoder: makes the ids.
         lead: the tokenizer's ids of a newline to put before texts that continue others; mostly none.
     """
+    if not lead and all(segment.ids is None and segment.allow_special for segment in segments):
+        ids, offsets = encoder.encode_batch_flat([segment.text for segment in segments], allow_special=True)
+        return _Encoded(ids, offsets.tolist())
     pieces: list[Ids] = [np.zeros(0, np.int32)] * len(segments)
     for allow_special in (True, False):
         chosen = [
@@ -149,7 +187,7 @@ def _encode(segments: Sequence[Segment], encoder: Encoder, lead: Sequence[int]) 
     for index, segment in enumerate(segments):
         if segment.ids is not None:
             pieces[index] = np.array(segment.ids, np.int32)
-    return pieces
+    return _Encoded(_concatenated(pieces), [0, *itertools.accumulate(map(len, pieces))])
 
 
 def _encode_texts(texts: Sequence[str], encoder: Encoder, *, allow_special: bool) -> list[Ids]:
@@ -157,34 +195,38 @@ def _encode_texts(texts: Sequence[str], encoder: Encoder, *, allow_special: bool
     return [ids[start:end] for start, end in itertools.pairwise(offsets.tolist())]
 
 
-def _row(completion: Completion, plan: RowPlan, pieces: list[Ids], options: TokenizeOptions) -> _Row:
+def _concatenated(pieces: Sequence[Ids]) -> Ids:
+    return np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
+
+
+def _row(completion: Completion, plan: RowPlan, bounds: Sequence[int], options: TokenizeOptions) -> _Row:
+    """A row whose segments end at these places; `bounds` starts with the row's own start."""
+    first = bounds[0]
     spans: list[tuple[int, int]] = []
-    length = 0
-    for segment, piece in zip(plan.segments, pieces, strict=True):
-        end = length + len(piece)
-        if segment.is_loss and spans and spans[-1][1] == length:
-            spans[-1] = (spans[-1][0], end)
+    for segment, start, end in zip(plan.segments, bounds, bounds[1:], strict=False):
+        if segment.is_loss and spans and spans[-1][1] == start - first:
+            spans[-1] = (spans[-1][0], end - first)
         elif segment.is_loss:
-            spans.append((length, end))
-        length = end
+            spans.append((start - first, end - first))
+    length = bounds[-1] - first
     flags = plan.flags
     num_sampled_tokens = spans[-1][1] - spans[-1][0]
-    if completion.output_tokens not in {None, num_sampled_tokens}:
+    if completion.output_tokens is not None and completion.output_tokens != num_sampled_tokens:
         flags |= RowFlag.OUTPUT_MISMATCH
     window = options.max_seq_len
     if spans[0][0] >= window:
         raise prompt_too_long(f"{spans[0][0]} tokens", options)
     if length > window:
         flags |= RowFlag.WINDOW_CUT
-        pieces = [np.concatenate(pieces)[:window]]
+        length = window
         spans = [(start, min(end, window)) for start, end in spans if start < window]
-    longest = max(end - start for start, end in spans)
+    longest = max([end - start for start, end in spans])
     if longest < options.min_loss_tokens:
         raise RecordError(
             Reason.TOO_FEW_LOSS_TOKENS,
             f"expected at least {options.min_loss_tokens} adjacent loss tokens within {window} tokens, found {longest}",
         )
-    return _Row(completion, plan, pieces, spans, num_sampled_tokens, flags)
+    return _Row(completion, plan, first, first + length, spans, num_sampled_tokens, flags)
 
 
 def _flag_verbatim(rows: Sequence[_Row], encoder: Encoder, lead: Sequence[int]) -> None:
@@ -195,22 +237,25 @@ def _flag_verbatim(rows: Sequence[_Row], encoder: Encoder, lead: Sequence[int]) 
         if row.plan.verbatim is not None and row.flags & RowFlag.OUTPUT_MISMATCH:
             doubtful.append(row)
             segments.append(row.plan.verbatim)
-    for row, ids in zip(doubtful, _encode(segments, encoder, lead), strict=True):
-        if len(ids) == row.completion.output_tokens:
+    lengths = np.diff(_encode(segments, encoder, lead).bounds).tolist()
+    for row, length in zip(doubtful, lengths, strict=True):
+        if length == row.completion.output_tokens:
             row.flags |= RowFlag.VERBATIM_WHITESPACE
 
 
-def _join(rows: Sequence[_Row]) -> TokenizedRows:
-    pieces = [piece for row in rows for piece in row.pieces]
+def _join(rows: Sequence[_Row], ids: Ids) -> TokenizedRows:
+    """Rows of the batch from the ids of all segments, without a copy where every row is there whole."""
     offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([sum(map(len, row.pieces)) for row in rows], out=offsets[1:])
-    mask: npt.NDArray[np.bool_] = np.zeros(int(offsets[-1]), np.bool_)
+    np.cumsum([row.end - row.start for row in rows], out=offsets[1:])
+    if offsets[-1] != len(ids):
+        ids = _concatenated([ids[row.start : row.end] for row in rows])
+    mask: npt.NDArray[np.bool_] = np.zeros(len(ids), np.bool_)
     for row, base in zip(rows, offsets.tolist(), strict=False):
         for start, end in row.spans:
             mask[base + start : base + end] = True
     completions = [row.completion for row in rows]
     return TokenizedRows(
-        ids=np.concatenate(pieces) if pieces else np.zeros(0, np.int32),
+        ids=ids,
         offsets=offsets,
         mask=mask,
         sample_ids=[completion.sample_id for completion in completions],

@@ -15,8 +15,9 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from dflash.config import TokenizeRun
 from dflash.data.dataset import DatasetRoot
@@ -27,10 +28,9 @@ from dflash.data.quality import assess, baseline_of, enforce
 from dflash.data.quality_report import Baseline, QualityReport
 from dflash.data.report import render_html
 from dflash.data.shard_files import ShardFiles, Spool
-from dflash.data.shard_job import REJECTS_FILE, LocalInput, ShardJob, read_spooled
 from dflash.data.shards import SCHEMA_VERSION
+from dflash.data.spool import REJECTS_FILE, LocalInput, ShardJob, read_spooled
 from dflash.data.stored_shards import ShardIndexes, is_of, put_in_place, whole_receipts
-from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
 from dflash.data.workspace import Workspace, make_download_folder, shards_with_rows
 from dflash.errors import DatasetError, PublishConflictError
 from dflash.manifest import (
@@ -44,9 +44,12 @@ from dflash.manifest import (
 )
 from dflash.storage import S3Credentials, Store, open_store
 
+if TYPE_CHECKING:
+    from dflash.data.tokenizer import TargetTokenizer
+
 EXAMPLES_PER_REASON = 10
 UPLOADS_AT_ONCE = 8  # each may hold a shard of up to 32 MiB in memory
-# Building and proving the fast encoder costs a process 4 to 8 CPU-s; the reference does 0.9 MB of text in one.
+# Building and proving the fast encoder costs a run 4 to 8 CPU-s; the reference does 0.9 MB of text in one.
 MIN_BYTES_FOR_FAST_ENCODER = 6_000_000
 
 
@@ -60,7 +63,6 @@ class TokenizeSession:
         self.run = run
         self.source: Store = open_store(run.source, credentials)
         self.root = DatasetRoot.open(run.dataset, credentials, workspace.cache)
-        self.tokenizer: TargetTokenizer = load_tokenizer(run.tokenizer, trust_remote_code=run.trust_remote_code)
         self.pool = TokenizePool(run.tokenizer, run.num_workers, trust_remote_code=run.trust_remote_code)
         self._workspace = workspace
         self._encoder: Literal["auto", "huggingface"] = run.encoder
@@ -81,16 +83,17 @@ class TokenizeSession:
         Raises:
             UsageError: the source holds no completions.
             ConditionalWriteError: the store of the root can't swap a pointer safely.
+            TokenizerError: the tokenizer can't be used.
         """
         require_apart(self.source.uri, self.root.uri)
         self.root.store.probe_conditional_writes()
         plans = plan_shards(
             list_completions(self.source),
             self.run,
-            self.tokenizer.fingerprint,
-            self.tokenizer.template_fingerprint,
+            self.tokenizer_record().fingerprint,
+            self.tokenizer_record().template_fingerprint,
         )
-        if sum(plan.num_bytes for plan in plans) < MIN_BYTES_FOR_FAST_ENCODER * self.pool.num_workers:
+        if sum(plan.num_bytes for plan in plans) < MIN_BYTES_FOR_FAST_ENCODER:
             self._encoder = "huggingface"
         return plans
 
@@ -263,13 +266,20 @@ class TokenizeSession:
         )
 
     def tokenizer_record(self) -> TokenizerRecord:
-        """What the manifest keeps about the tokenizer."""
-        return TokenizerRecord(
-            name=self.tokenizer.name,
-            fingerprint=self.tokenizer.fingerprint,
-            template_fingerprint=self.tokenizer.template_fingerprint,
-            vocab_size=self.tokenizer.vocab_size,
-        )
+        """What the manifest keeps about the tokenizer.
+
+        Raises:
+            TokenizerError: it can't be used.
+        """
+        return self.pool.tokenizer
+
+    @cached_property
+    def tokenizer(self) -> TargetTokenizer:
+        """The tokenizer in this process, for what isn't done in the pool; the pool has proven it."""
+        from dflash.data.tokenizer import load_tokenizer  # brings transformers, which few runs need in this process
+
+        name = self.tokenizer_record().name
+        return load_tokenizer(name, trust_remote_code=self.run.trust_remote_code, probe=False)
 
 
 def tokenize_dataset(run: TokenizeRun, credentials: S3Credentials | None, workspace: Workspace) -> Manifest:

@@ -18,9 +18,10 @@ from transformers.utils import cached_file
 from dflash.data.chat import FIXED_CLOCK, ChatTemplate
 from dflash.data.control_tokens import ControlTokens
 from dflash.data.encoder_probes import TEXT_PROBES
-from dflash.data.encoders import EncoderChoice, choose_encoder, rust_panics_as_errors
+from dflash.data.encoders import EncoderChoice, choose_encoder, confirm_encoder, rust_panics_as_errors
 from dflash.data.token_bytes import TokenBytes
 from dflash.errors import TokenizerError
+from dflash.manifest import TokenizerRecord
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -108,11 +109,27 @@ class TargetTokenizer:
         """SHA-256 (hex) over the chat template and the special tokens it reads."""
         return self.template.fingerprint
 
-    def encoder_for(self, sample: Sequence[str]) -> EncoderChoice:
-        """The encoder for bulk work: chosen once, with `sample` among the texts of the proof."""
+    @cached_property
+    def record(self) -> TokenizerRecord:
+        """What the manifest keeps about the tokenizer."""
+        return TokenizerRecord(
+            name=self.name,
+            fingerprint=self.fingerprint,
+            template_fingerprint=self.template_fingerprint,
+            vocab_size=self.vocab_size,
+        )
+
+    def prepare_encoder(self) -> None:
+        """Choose the encoder for bulk work before there is a sample of it; `encoder_for` completes the proof."""
         if not self._choices:
-            self._choices.append(choose_encoder(self.backend, sample))
-        return self._choices[0]
+            self._choices.append(choose_encoder(self.backend))
+
+    def encoder_for(self, sample: Sequence[str]) -> EncoderChoice:
+        """The encoder for bulk work: chosen once, with the first `sample` among the texts of the proof."""
+        self.prepare_encoder()
+        if len(self._choices) == 1:
+            self._choices.append(confirm_encoder(self._choices[0], self.backend, sample))
+        return self._choices[1]
 
     @cached_property
     def _added(self) -> dict[int, Any]:

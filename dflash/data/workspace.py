@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash.data.plan import PlannedFile
-from dflash.data.shard_job import ABANDONED_S
+from dflash.data.spool import ABANDONED_S
 from dflash.errors import DatasetError, StorageError
 from dflash.manifest import ShardEntry, ShardReceipt
 

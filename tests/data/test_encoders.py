@@ -25,6 +25,7 @@ from dflash.data.encoders import (
     Offsets,
     added_texts,
     choose_encoder,
+    confirm_encoder,
     find_difference,
     rust_panics_as_errors,
 )
@@ -191,8 +192,9 @@ def test_difference_in_the_sample_leads_to_the_reference(
     smollm2: TargetTokenizer, wrong: _Wrong, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dflash.data.encoders.FastokensEncoder", lambda _: wrong)
-    assert choose_encoder(smollm2.backend, ["fine"]).name == "fastokens"
-    choice = choose_encoder(smollm2.backend, ["fine", _Wrong.text])
+    chosen = choose_encoder(smollm2.backend)
+    assert confirm_encoder(chosen, smollm2.backend, ["fine"]).name == "fastokens"
+    choice = confirm_encoder(chosen, smollm2.backend, ["fine", _Wrong.text])
     assert choice.name == "huggingface"
     assert _Wrong.text in choice.reason
 

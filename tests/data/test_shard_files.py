@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dflash.data.shard_files import ShardFiles, Spool
-from dflash.data.shard_job import INDEX_FILE, SHARD_FILE
 from dflash.data.shards import read_batches, read_index
+from dflash.data.spool import INDEX_FILE, SHARD_FILE
 from dflash.errors import IntegrityError
 from tests.data.small_roots import ROWS_PER_SHARD, Small, open_root
 

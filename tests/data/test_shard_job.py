@@ -20,7 +20,8 @@ import pytest
 from dflash.config import GateThresholds, TokenizeOptions, TokenizeRun
 from dflash.data import tokenize_run
 from dflash.data.pool import TokenizePool
-from dflash.data.shard_job import LocalInput, ShardJob, read_spooled, run_shard_job
+from dflash.data.shard_job import run_shard_job
+from dflash.data.spool import LocalInput, ShardJob, read_spooled
 from dflash.data.tokenize_run import UPLOADS_AT_ONCE, TokenizeSession
 from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
 from dflash.data.workspace import Workspace
@@ -165,7 +166,7 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path, smollm2_tokenizer_dir:
         "from dflash.data.pool import TokenizePool\n"
         "if __name__ == '__main__':\n"
         "    pool = TokenizePool(sys.argv[1], 1)\n"
-        "    pool._current().submit(time.sleep, 0).result()\n"
+        "    worker = pool._started().fork(fast_encoder=False)\n"
         "    print('ready', flush=True)\n"
         "    time.sleep(120)\n"
     )

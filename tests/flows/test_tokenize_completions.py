@@ -19,7 +19,7 @@ import pytest
 from dflash.config import GateThresholds, ShardRun, TokenizeRun
 from dflash.data.dataset import DatasetRoot
 from dflash.data.plan import ShardPlan
-from dflash.data.shard_job import LocalInput
+from dflash.data.spool import LocalInput
 from dflash.data.tokenize_run import TokenizeSession
 from dflash.errors import DatasetError, GateError, ShardFailedError, UsageError
 from dflash.manifest import Manifest, ShardReceipt
