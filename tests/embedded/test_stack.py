@@ -164,6 +164,19 @@ def test_no_secret_is_on_a_command_line_or_in_a_file_that_others_can_read(projec
     assert stat.S_IMODE((project / ".dflash").stat().st_mode) == 0o700
 
 
+def test_every_part_listens_on_loopback_alone(project: Path) -> None:
+    processes = find_marked(StackFolder(project).marker)
+    assert len(processes) >= 4
+    listening = [
+        connection.laddr
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+    assert set(ports(project).values()) - {None} <= {address.port for address in listening}
+
+
 def test_another_process_finds_the_stack_without_any_variable(project: Path) -> None:
     code = (
         "from pathlib import Path\n"
