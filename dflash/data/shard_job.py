@@ -169,7 +169,8 @@ def _read_all(inputs: Iterable[LocalInput], tally: _Tally) -> Iterator[Completio
                 tally.add(entry)
             else:
                 yield entry
-        _require_unchanged(item)
+        if not item.is_own:
+            _require_unchanged(item)
 
 
 def _require_unchanged(item: LocalInput) -> None:

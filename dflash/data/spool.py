@@ -24,13 +24,18 @@ ABANDONED_S = 86_400
 
 @dataclass(frozen=True, slots=True)
 class LocalInput:
-    """A downloaded file: its key, where it lies, its size, ETag and SHA-256."""
+    """A file to read: its key, where it lies, its size, ETag and SHA-256.
+
+    Attributes:
+        is_own: whether this run downloaded it, into a folder where nobody else writes.
+    """
 
     key: str
     path: Path
     size: int
     etag: str | None
     sha256: str
+    is_own: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ class TokenizeSession:
         suffix = "".join(PurePosixPath(info.key).suffixes[-2:])
         path = self._downloads / f"{next(self._numbers):07d}{suffix}"
         transfer = self.source.download(info.key, path, expect=info)
-        return LocalInput(info.key, path, info.size, info.etag, transfer.sha256)
+        return LocalInput(info.key, path, info.size, info.etag, transfer.sha256, is_own=True)
 
     @property
     def spool(self) -> Path:
@@ -165,7 +165,7 @@ class TokenizeSession:
         local = tuple(inputs)
         receipt = self.pool.run(ShardJob(plan.fingerprint, local, self.run.options, self.spool, self._encoder))
         for item in local:
-            if item.path.is_relative_to(self._downloads):
+            if item.is_own:
                 item.path.unlink(missing_ok=True)
         return receipt
 
