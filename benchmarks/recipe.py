@@ -77,12 +77,13 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=1150, help=f"answers in all; {NUM_HELD_OUT} are held out")
     parser.add_argument("--seconds", type=float, help="wall clock of training in place of the recipe's")
     parser.add_argument("--set", action="append", default=[], help="one more setting of `dflash train`; repeatable")
-    parser.add_argument("--checkpoints", type=int, default=3, help="of the way that are measured, beside the last")
+    parser.add_argument("--checkpoints", type=int, default=10, help="of the way that are measured, beside the last")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     places = Places(WORK)
     shutil.rmtree(WORK, ignore_errors=True)
-    write_records(places, answers(arguments.answers))
+    found = answers(arguments.answers)
+    write_records(places, found)
     dataset = publish(places)
     trained = train(places, arguments.seconds, arguments.set)
     result = {
@@ -92,7 +93,8 @@ def main() -> None:
         "seconds": trained["seconds"],
         "steps": trained["step"],
         "wall_s": trained["wall_s"],
-        "tau": measure(places, trained["checkpoint"], arguments.checkpoints),
+        "tau": measure(places, Path(trained["checkpoint"])),
+        "tau_along": tau_along(places, found[:NUM_HELD_OUT], arguments.checkpoints),
         "curve": curve(places),
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +153,7 @@ def train(places: Places, seconds: float | None, settings: list[str]) -> dict[st
         f"dataset={places.dataset}",
         f"output={places.run}",
         f"target={MODEL}",
-        "train.checkpoint_every=1000",
+        "train.checkpoint_every=500",
         "train.keep_checkpoints=1000",
         *([] if seconds is None else [f"train.max_seconds={seconds}"]),
         *settings,
@@ -165,25 +167,43 @@ def train(places: Places, seconds: float | None, settings: list[str]) -> dict[st
     return result | {"wall_s": round(time.monotonic() - started, 1)}
 
 
-def measure(places: Places, last: str, number: int) -> dict[str, Any]:
-    """Tau of the untrained drafter, of some checkpoints, and of the last one, which is also held against greedy ids."""
-    paths = sorted((places.run / "checkpoints").glob("step-*"))
-    metrics = {row["step"]: row["seconds"] for row in read_metrics(places.run)}
-    chosen = {paths[len(paths) * place // (number + 1)] for place in range(1, number + 1)} - {Path(last)}
-    along = []
-    for path in sorted(chosen):
-        step = int(path.name.removeprefix("step-"))
-        along.append({"step": step, "seconds": metrics[step], "tau": evaluate(places, path, NUM_HELD_OUT)["tau"]})
-        sys.stderr.write(f"{along[-1]}\n")
-    compared = evaluate(places, Path(last), NUM_COMPARED, compare=True)
+def measure(places: Places, last: Path) -> dict[str, Any]:
+    """Free-running tau of the untrained drafter and of the last checkpoint, which is also held against greedy ids."""
+    compared = evaluate(places, last, NUM_COMPARED, compare=True)
     return {
-        "before": untrained_tau(places, Path(last)),
-        "along": along,
-        "after": evaluate(places, Path(last), NUM_HELD_OUT)["tau"],
+        "before": untrained_tau(places, last),
+        "after": evaluate(places, last, NUM_HELD_OUT)["tau"],
         "num_prompts": NUM_HELD_OUT,
         "max_new_tokens": MAX_TOKENS,
         "identical_to_greedy": f"{compared['num_identical']} of {compared['num_prompts']}",
     }
+
+
+def tau_along(places: Places, held_out: list[Answer], number: int) -> list[dict[str, Any]]:
+    """Tau of checkpoints spread over the way, on the known answers to the held-out questions."""
+    import torch
+
+    from benchmarks.replayed_tau import ReplayedTau
+    from dflash.eval.subject import open_subject
+    from dflash.model.features import Target
+
+    paths = sorted((places.run / "checkpoints").glob("step-*"))
+    seconds = {row["step"]: row["seconds"] for row in read_metrics(places.run)}
+    subjects = [open_subject(str(path), None, places.folder / "cache") for path in _spread(paths, number)]
+    target = Target.load(str(MODEL), subjects[0].config.target_layer_ids, dtype=torch.float32)
+    replayed = ReplayedTau(target, held_out)
+    found = []
+    for one in subjects:
+        step = int(one.step or 0)
+        found.append({"step": step, "seconds": round(seconds[step], 1), "tau": round(replayed.of(one.load()), 3)})
+        sys.stderr.write(f"{found[-1]}\n")
+    return found
+
+
+def _spread(paths: list[Path], number: int) -> list[Path]:
+    """The last path, and up to `number` before it at equal distances."""
+    kept = {len(paths) * place // (number + 1) for place in range(1, number + 1)} | {len(paths) - 1}
+    return [paths[place] for place in sorted(kept)]
 
 
 def evaluate(places: Places, checkpoint: Path, limit: int, *, compare: bool = False) -> dict[str, Any]:
