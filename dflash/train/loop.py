@@ -262,7 +262,7 @@ class Run:
     def _save_alone(self, error: PeerLostError) -> None:
         """Save the last whole step although another rank is gone; sharded weights went with it."""
         sharded = self.config.sharding == "fsdp" and self._world.size > 1
-        if not self._world.is_first or sharded:
+        if not self._world.is_first or sharded or not self.progress.step:
             return
         try:
             self._write()

@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from dflash.data.batches import BatchState, Pack
 from dflash.data.row_reader import Row
-from dflash.errors import TrainingError
+from dflash.errors import PeerLostError, TrainingError
 from dflash.train import peers, split_drafter
 from dflash.train.checkpoint import CheckpointFolder, Snapshot, load
 from dflash.train.curves import MetricsTail, read_metrics
 from dflash.train.feature_source import pack_digest
 from dflash.train.job import Places, Watch, train_run
+from dflash.train.launch import Trainer
 from dflash.train.peers import Message
 from dflash.train.run import TrainRun
 from tests.train.rank_processes import Ranks
@@ -173,6 +175,34 @@ def test_what_a_goodbye_says_fits_a_message_whatever_it_is() -> None:
         assert len(json.dumps({"kind": "bye", "failed": peers._short(text)}, ensure_ascii=False).encode()) <= 1024
 
 
+@pytest.mark.slow
+def test_a_launcher_is_told_which_rank_died_and_starts_the_run_again(
+    tmp_path: Path, dataset: str, target: Path
+) -> None:
+    values = tiny_run(dataset, target, str(tmp_path / "split"), topology=TWO_TO_ONE, **LONG) | {"num_processes": 3}
+    run = TrainRun.model_validate(values)
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
+    tail, killed = MetricsTail(tmp_path / "split"), list[psutil.Process]()
+
+    def kill_a_target_rank_at_a_step() -> None:
+        assert trainer._process is not None
+        if not killed and tail.newest() is not None:
+            ranks = psutil.Process(trainer._process.pid).children()
+            killed.extend(rank for rank in ranks if rank.environ().get("RANK") == "2")
+            killed[0].kill()
+
+    with (
+        pytest.raises(PeerLostError, match="Rank 2 is gone"),
+        Trainer(run, tmp_path / "work", None, environment) as trainer,
+    ):
+        trainer.wait(kill_a_target_rank_at_a_step)
+    saved = newest(tmp_path / "split").step
+    ends = run.train.model_copy(update={"max_steps": saved + 2})
+    with Trainer(run.model_copy(update={"train": ends}), tmp_path / "work", None, environment) as trainer:
+        assert trainer.wait()["step"] == saved + 2
+
+
+@pytest.mark.slow
 def test_an_error_of_the_target_reaches_the_drafter_rank(tmp_path: Path, dataset: str, target: Path) -> None:
     damaged = tmp_path / "damaged"
     damaged.mkdir()
