@@ -9,10 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from dflash.train.curves import MetricsTail, read_metrics
+from dflash.train.preflight import drafter_config
+from dflash.train.run import TrainRun
+from dflash.train.target_shape import TargetNumbers
+from flows.cli import app
+from flows.parameters import load_parameters
 from tests.flows.server import wait_for
 from tests.train.tiny_run import publish_rows, tiny_run, write_target
+
+RUNS = Path(__file__).parents[2] / "deployments" / "runs"
+SMALL = TargetNumbers(
+    num_parameters=134_515_008,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    vocab_size=49_152,
+    max_position_embeddings=8192,
+    rope_theta=1e5,
+    eos_token_id=2,
+)
 
 
 @pytest.fixture
@@ -60,3 +81,25 @@ def test_bad_parameters_end_with_code_2(command: list[str], tmp_path: Path) -> N
     _, err = process.communicate(timeout=300)
     assert process.returncode == 2
     assert "train.pack_token" in err
+
+
+def test_a_changed_environment_is_accepted_by_its_own_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[TrainRun] = []
+
+    def record(run: TrainRun, _show: Any) -> dict[str, Any]:
+        asked.append(run)
+        return {"status": "finished"}
+
+    monkeypatch.setattr("flows.cli_train._train_here", record)
+    command = ["train", "--dataset", "d", "--output", "o", "--set", "target=t"]
+    for arguments in (command, [*command, "--accept-env-change"]):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+    assert [run.train.accept_env_change for run in asked] == [False, True]
+
+
+@pytest.mark.parametrize("recipe", sorted(RUNS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_is_a_run_for_any_dataset(recipe: Path) -> None:
+    run = load_parameters(TrainRun, recipe, [], {"dataset": "d", "output": "o", "target": "t"})
+    network = drafter_config(run.train, run.target_shape or SMALL)
+    assert (run.dataset, network.block_size) == ("d", run.train.drafter.block_size)
