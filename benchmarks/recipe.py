@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=1150, help=f"answers in all; {NUM_HELD_OUT} are held out")
     parser.add_argument("--seconds", type=float, help="wall clock of training in place of the recipe's")
     parser.add_argument("--set", action="append", default=[], help="one more setting of `dflash train`; repeatable")
-    parser.add_argument("--checkpoints", type=int, default=10, help="of the way that are measured, beside the last")
+    parser.add_argument("--checkpoints", type=int, default=6, help="of the way that are measured, beside the last")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     places = Places(WORK)
