@@ -134,6 +134,32 @@ class ShardRun(RunModel):
         return int(self.shard.removeprefix("shard-"))
 
 
+class SliceRun(RunModel):
+    """Parameters of the flow `tokenize-slice`: every n-th shard of a run."""
+
+    run: TokenizeRun = Field(description="The parameters of the run that the shards belong to.")
+    num_slices: int = Field(ge=1, le=1_000, description="Slices that the run is cut into.")
+    slice_number: int = Field(ge=0, lt=1_000, description="Which of them, from 0.")
+
+    @model_validator(mode="after")
+    def _slice_exists(self) -> Self:
+        if self.slice_number >= self.num_slices:
+            raise ValueError(f"slice_number {self.slice_number}: expected less than num_slices, {self.num_slices}")
+        return self
+
+
+class SpreadRun(RunModel):
+    """Parameters of the flows `tokenize-on-workers` and `tokenize-on-dask`: a run, and over how many to spread it."""
+
+    run: TokenizeRun = Field(description="The run.")
+    num_slices: int = Field(
+        default=2, ge=1, le=1_000, description="Parts that run at a time: as many as there are machines."
+    )
+    scheduler: str | None = Field(
+        default=None, description="Address of a Dask scheduler, tcp://host:8786; by default processes of this machine."
+    )
+
+
 class MixOptions(RunModel):
     """How many rows of a new batch are taken, and of which source; what is drawn depends on ids and seed alone."""
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefect import task
 
+from dflash.config import ShardRun, TokenizeRun
 from dflash.data.plan import PlannedFile, ShardPlan
 from dflash.data.quality_report import QualityReport
 from dflash.data.spool import LocalInput
 from dflash.data.tokenize_run import TokenizeSession
+from dflash.data.workspace import Workspace
 from dflash.manifest import Manifest, ShardReceipt
 from tasks.policies import COMPUTE_TASK, STORE_TASK
+from tasks.settings import s3_credentials, settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +75,23 @@ def publish_first_version(
 ) -> Manifest:
     """Publish the batch as version 1."""
     return session.publish_first(receipts, report)
+
+
+@task(name="make-shard", task_run_name="make-{config.shard}", **COMPUTE_TASK)
+def make_shard_anywhere(config: ShardRun) -> int:
+    """Make one shard and put it in place, in whatever process and on whatever machine this runs; returns its rows."""
+    session, plans = _session_here(config.run.model_dump_json())
+    plan = plans[config.shard_number]
+    receipt = session.tokenize(plan, session.download(plan.files))
+    session.upload(receipt)
+    return receipt.shard.num_rows
+
+
+@functools.lru_cache(maxsize=1)
+def _session_here(run: str) -> tuple[TokenizeSession, list[ShardPlan]]:
+    """The session of this process for a run (as JSON): one process makes many shards, and loads the tokenizer once."""
+    session = TokenizeSession(
+        TokenizeRun.model_validate_json(run), s3_credentials(), Workspace(settings().work, settings().cache)
+    )
+    atexit.register(session.pool.close)
+    return session, session.plan()
