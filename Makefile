@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 COMPAT := .venv-compat
+AUDIT := .venv-audit
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: demo test test-slow test-postgres coverage check audit test-compat test-ui constraints clean
+.PHONY: demo test test-slow test-postgres coverage check audit test-scale test-compat test-ui constraints clean
 
 demo: $(STAMP)  ## the whole path on real input, in minutes
 	$(BIN)/dflash demo
@@ -28,15 +29,19 @@ coverage: $(STAMP)  ## branch coverage of the suite, at least 90 %
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not ui" --cov --cov-report=term:skip-covered \
 	  --cov-fail-under=90 $(ARGS)
 
-check: $(STAMP)  ## lint, types, layers
+check: $(STAMP) $(AUDIT)/.installed  ## lint, types, layers, audit
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python docker/audit.py --limit-s 10 --sbom build/sbom.json
+	$(AUDIT)/bin/python docker/audit.py --of $(BIN)/python --limit-s 10 --sbom build/sbom.json
 
-audit: $(STAMP)  ## known vulnerabilities of what is installed, and a list of components; `make check` asks for 10 s
-	$(BIN)/python docker/audit.py --sbom build/sbom.json $(ARGS)
+audit: $(STAMP) $(AUDIT)/.installed  ## known vulnerabilities of what is installed, and a list of components; `make check` asks for 10 s
+	$(AUDIT)/bin/python docker/audit.py --of $(BIN)/python --sbom build/sbom.json $(ARGS)
+
+test-scale: $(STAMP)  ## a run spread over two Dask processes
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'prefect-dask>=0.3.7,<0.4'
+	$(BIN)/python -m pytest tests/flows/test_tokenize_on_workers.py $(ARGS)
 
 test-compat: $(COMPAT)/.installed  ## template and mask with the oldest supported transformers
 	$(COMPAT)/bin/python -m pytest tests/data/test_mask_cases.py tests/data/test_chat.py tests/data/test_tokenize.py $(ARGS)
@@ -50,11 +55,16 @@ constraints: $(STAMP)  ## pin what is installed now
 	  $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' | sort -f; } > constraints.txt
 
 clean:
-	rm -rf $(VENV) $(COMPAT)
+	rm -rf $(VENV) $(COMPAT) $(AUDIT)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[embedded,fast,dedup,generate,train,serve,dev]'
+	touch $@
+
+$(AUDIT)/.installed: Makefile
+	test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0 pip-audit==2.10.1
 	touch $@
 
 $(COMPAT)/.installed: pyproject.toml

@@ -1,8 +1,10 @@
 """Lists the components of an environment and the known vulnerabilities among them.
 
-`python docker/audit.py --limit-s 15 --sbom build/sbom.json`. Where the advisory service doesn't answer, which a release
-known to be vulnerable shows, or not in time, it says so and succeeds: a network must not stop a build. A vulnerability
-with a fixed release ends it with 1; one without is printed.
+`python docker/audit.py --of .venv/bin/python --limit-s 15 --sbom build/sbom.json`, run in an environment of its own
+that `make audit` makes: the tools bring a grammar of URLs that every process importing Prefect would compile.
+
+Where the advisory service doesn't answer, which a release known to be vulnerable shows, or not in time, it says so and
+succeeds: a network must not stop a build. A vulnerability with a fixed release ends it with 1; one without is printed.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import argparse
 import json
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -26,9 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit-s", type=float, default=120.0, help="longest time for asking the advisory service")
     parser.add_argument("--sbom", type=Path, help="CycloneDX file to write")
+    parser.add_argument("--of", type=Path, default=Path(sys.executable), help="interpreter of the environment to audit")
     args = parser.parse_args(arguments)
     if args.sbom is not None:
-        write_sbom(args.sbom)
+        write_sbom(args.sbom, args.of)
     deadline = time.monotonic() + args.limit_s
     with tempfile.TemporaryDirectory() as folder:
         canary = Path(folder) / "requirements.txt"
@@ -36,17 +38,25 @@ def main(arguments: list[str] | None = None) -> int:
         known = ask(["--requirement", str(canary), "--no-deps", "--disable-pip"], deadline)
     if known is None or not findings(known):
         return say("audit skipped: the advisory service does not answer from here, or not in time")
-    found = ask(["--path", sysconfig.get_path("purelib")], deadline)
+    found = ask(["--path", packages_of(args.of)], deadline)
     if found is None:
         return say(f"audit skipped: the advisory service took longer than {args.limit_s:.0f} s")
     return judge(found)
 
 
-def write_sbom(path: Path) -> None:
+def packages_of(interpreter: Path) -> str:
+    """Folder of the packages of an environment."""
+    ask_for = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return subprocess.run([str(interpreter), "-c", ask_for], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def write_sbom(path: Path, interpreter: Path) -> None:
     """Write what is installed as a CycloneDX document, the same for the same packages."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = ["environment", "--output-reproducible", "--no-validate", "--of", "JSON", "-o", str(path), sys.executable]
-    subprocess.run([program("cyclonedx-py"), *command], check=True, stderr=subprocess.DEVNULL)
+    form = ["--output-reproducible", "--no-validate", "--of", "JSON", "-o", str(path)]
+    subprocess.run(
+        [program("cyclonedx-py"), "environment", *form, str(interpreter)], check=True, stderr=subprocess.DEVNULL
+    )
     say(f"{len(json.loads(path.read_text())['components'])} components in {path}")
 
 

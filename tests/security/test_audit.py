@@ -58,15 +58,17 @@ def test_a_service_that_is_slow_is_left_after_the_limit(audit: ModuleType, monke
     assert audit.ask([], 0.0) is None
 
 
-def test_the_list_of_components_names_what_is_pinned(tmp_path: Path, audit: ModuleType) -> None:
-    audit.write_sbom(tmp_path / "new" / "sbom.json")
-    components = {
-        item["name"].lower(): item["version"]
-        for item in json.loads((tmp_path / "new" / "sbom.json").read_text())["components"]
-    }
+def test_the_list_of_components_names_what_is_pinned(tmp_path: Path) -> None:
+    tools = REPOSITORY / ".venv-audit" / "bin" / "python"
+    if not tools.exists():
+        pytest.skip("the environment with the tools isn't there: make audit")
+    sbom = tmp_path / "new" / "sbom.json"
+    program = str(REPOSITORY / "docker" / "audit.py")
+    command = [str(tools), program, "--of", sys.executable, "--limit-s", "0", "--sbom", str(sbom)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    components = {item["name"].lower(): item["version"] for item in json.loads(sbom.read_text())["components"]}
     pinned = dict(
         re.findall(r"^(prefect|pyarrow|obstore)==(.+)$", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
     )
     assert len(pinned) == 3
     assert pinned.items() <= components.items()
-    assert Path(audit.program("pip-audit")).parent == Path(sys.executable).parent
