@@ -19,6 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
 import argparse  # noqa: E402
+import functools  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import subprocess  # noqa: E402
@@ -30,7 +31,7 @@ from typing import Any  # noqa: E402
 import psutil  # noqa: E402
 
 from benchmarks.corpus import write_batch  # noqa: E402
-from benchmarks.measure import machine, print_table  # noqa: E402
+from benchmarks.measure import machine, measure, print_table  # noqa: E402
 from benchmarks.peers import Limit, measure_peers  # noqa: E402
 from benchmarks.scale import PeakMemory, aws_environment  # noqa: E402
 from benchmarks.stages import measure_stages  # noqa: E402
@@ -115,6 +116,20 @@ def run_job(num_files: int, tokenizer: Path, folder: Path, server: SeaweedServer
     )
 
 
+def read_back(server: SeaweedServer, folder: Path) -> dict[str, dict[str, float]]:
+    """Seconds of the commands that read the published dataset, each in a new process with an empty cache."""
+    dflash = str(Path(sys.executable).with_name("dflash"))
+    found = {}
+    for name, words in {"verify": ["verify"], "inspect": ["inspect", "--sample", "12345"]}.items():
+        environment = os.environ | aws_environment(server) | {"DFLASH_HOME": str(folder / name)}
+        command = [dflash, *words, f"{server.uri}/dataset", "--json"]
+        cost = measure(
+            functools.partial(subprocess.run, command, env=environment, check=True, stdout=subprocess.DEVNULL)
+        )
+        found[name] = {"wall_s": round(cost.wall_s, 1), "cpu_s": round(cost.cpu_s, 1)}
+    return found
+
+
 def server_cpu_s() -> dict[str, float]:
     """CPU seconds of the servers that this process started."""
     spent = {"S3 server": 0.0, "Prefect server": 0.0}
@@ -168,10 +183,11 @@ def main() -> None:
         server = start_seaweedfs(Path(data), SeaweedConfig(attached=True))
         num_bytes = put_batch(folder / "batch", num_files, server)
         job = run_job(num_files, tokenizer, folder, server, arguments.fraction)
+        reading = read_back(server, folder)
         stop_seaweedfs(Path(data))
         limits = measure_peers(folder, tokenizer, arguments.peer_records, arguments.repetitions)
         stages = measure_stages(folder / "batch", tokenizer, arguments.repetitions)
-    found = summary(job, num_bytes, arguments.fraction, limits)
+    found = summary(job, num_bytes, arguments.fraction, limits) | {"read_back": reading}
     if arguments.json:
         peers = {one: limit.row() for one, limit in limits.items()}
         print(json.dumps(found | {"peers": peers, "stages": stages}, indent=2))
