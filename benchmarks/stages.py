@@ -26,8 +26,8 @@ def measure_stages(batch: Path, tokenizer: Path, repetitions: int) -> list[dict[
     data = path.read_bytes()
     target = load_tokenizer(tokenizer, probe=False)
     options = TokenizeOptions()
-    completions = [entry for entry in read_completions(path, file="a") if isinstance(entry, Completion)]
-    plans = [plan_row(entry, target, options) for entry in completions]
+    completions = _completions(path)
+    plans = _plans(completions, target, options)
     texts = [segment.text for plan in plans for segment in plan.segments]
     encoder = target.encoder_for(texts).encoder
     rows = tokenize_batch(completions, target, options, encoder).rows
@@ -42,7 +42,7 @@ def measure_stages(batch: Path, tokenizer: Path, repetitions: int) -> list[dict[
             "encode, checked: limit": lambda: _unchecked(encoder, texts),
             "write and hash": lambda: _write(Path(name), rows),
             "write and hash: limit": lambda: (hashlib.sha256(ids).digest(), np.copy(ids)),
-            "parse to rows": lambda: tokenize_batch(list(_completions(path)), target, options, encoder),
+            "parse to rows": lambda: tokenize_batch(_completions(path), target, options, encoder),
             "parse to rows: limit": lambda: _unchecked(encoder, texts),
         }
         costs = interleave({key: _repeat(one) for key, one in work.items()}, repetitions)

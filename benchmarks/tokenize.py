@@ -20,11 +20,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.corpus import write_batch  # noqa: E402
 from benchmarks.measure import Cost, interleave, print_table  # noqa: E402
+from benchmarks.peers import EncoderAlone, datasets_map  # noqa: E402
 from dflash.config import GateThresholds, TokenizeRun  # noqa: E402
 from dflash.data.tokenize_run import tokenize_dataset  # noqa: E402
 from dflash.data.workspace import Workspace  # noqa: E402
-
-HEADER = "<|im_start|>assistant\n"
 
 
 def ours(batch: Path, tokenizer: Path, folder: Path) -> None:
@@ -39,52 +38,6 @@ def ours(batch: Path, tokenizer: Path, folder: Path) -> None:
         gate=GateThresholds(max_window_cut_share=1.0),
     )
     tokenize_dataset(run, None, Workspace(folder / "work", folder / "cache"))
-
-
-def datasets_map(batch: Path, tokenizer: Path, folder: Path) -> None:
-    """What a user writes: map with two processes, offsets, last assistant header, save_to_disk."""
-    import datasets
-    from transformers import PreTrainedTokenizerFast
-
-    shutil.rmtree(folder, ignore_errors=True)
-    datasets.disable_caching()
-    datasets.disable_progress_bars()
-    loaded = PreTrainedTokenizerFast.from_pretrained(tokenizer)
-
-    def encode(record: dict[str, Any]) -> dict[str, Any]:
-        text = loaded.apply_chat_template(record["messages"], tokenize=False)
-        encoding = loaded(text, add_special_tokens=False, return_offsets_mapping=True, truncation=True, max_length=8192)
-        start = text.rindex(HEADER) + len(HEADER)
-        mask = [first >= start for first, _ in encoding["offset_mapping"]]
-        return {"input_ids": encoding["input_ids"], "loss_mask": mask}
-
-    rows = datasets.load_dataset(
-        "json", data_files=sorted(map(str, batch.glob("*.jsonl"))), split="train", cache_dir=str(folder / "cache")
-    )
-    rows.map(encode, num_proc=2, remove_columns=rows.column_names).save_to_disk(str(folder / "dataset"))
-
-
-class EncoderAlone:
-    """Our encoder over all rendered texts, loaded and proven before the clock starts."""
-
-    def __init__(self, batch: Path, tokenizer: Path) -> None:
-        from dflash.data.completions import Completion, read_completions
-        from dflash.data.tokenizer import load_tokenizer
-
-        target = load_tokenizer(tokenizer)
-        records = [entry for path in sorted(batch.glob("*.jsonl")) for entry in read_completions(path, file=path.name)]
-        self._texts = [
-            target.template.render(entry.messages, entry.tools, entry.chat_template_kwargs, add_generation_prompt=False)
-            for entry in records
-            if isinstance(entry, Completion)
-        ]
-        self.choice = target.encoder_for(self._texts[:10])
-        ids, _ = self.choice.encoder.encode_batch_flat(self._texts, allow_special=True)
-        self.num_tokens = len(ids)
-
-    def __call__(self) -> None:
-        """Encode everything once."""
-        self.choice.encoder.encode_batch_flat(self._texts, allow_special=True)
 
 
 def rows_of(costs: dict[str, Cost], num_records: int, num_tokens: int) -> list[dict[str, Any]]:

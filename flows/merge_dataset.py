@@ -22,14 +22,14 @@ from dflash.data.quality_report import QualityReport
 from dflash.data.screening import make_screen
 from dflash.data.shard_files import ShardFiles
 from dflash.data.tokenize_run import TokenizeSession
-from dflash.data.workspace import Workspace, shards_with_rows
+from dflash.data.workspace import shards_with_rows
 from dflash.errors import PublishConflictError
 from dflash.manifest import Manifest, ShardReceipt, batch_fingerprint, batch_from_receipts
 from flows.progress import ProgressBoard
 from flows.run_names import config_value, last_part
 from flows.tokenize_completions import RESULT, RUNNER, judge, make_shards, upload_all
 from tasks.merging import back_up_version, check_batch, plan_dataset_merge, publish_merged_version, write_merged_shards
-from tasks.settings import log_to_run, s3_credentials, settings
+from tasks.settings import log_to_run, s3_credentials, workspace
 from tasks.tokenization import list_completions
 
 PLAN_ATTEMPTS = 3  # races in a row that a merge may lose before it gives up
@@ -54,9 +54,8 @@ def merge_dataset(config: MergeRun) -> dict[str, Any]:
         Counts, version, bytes and the report's URI.
     """
     log_to_run()
-    workspace = Workspace(settings().work, settings().cache)
     board = ProgressBoard(key="merge-progress")
-    with TokenizeSession(config.batch, s3_credentials(), workspace) as session:
+    with TokenizeSession(config.batch, s3_credentials(), workspace()) as session:
         plans = list_completions(session)
         merged = check_batch(session, batch_fingerprint(plan.fingerprint for plan in plans))
         if merged is not None:

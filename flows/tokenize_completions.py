@@ -23,13 +23,13 @@ from dflash.data.quality import enforce
 from dflash.data.quality_report import QualityReport
 from dflash.data.report import render_markdown
 from dflash.data.tokenize_run import TokenizeSession
-from dflash.data.workspace import Workspace, group_files
+from dflash.data.workspace import group_files
 from dflash.errors import GateError, UsageError
 from dflash.manifest import Manifest, ShardReceipt
 from flows.progress import ProgressBoard
 from flows.run_names import named_after
 from flows.shard_table import ShardOutcome, publish_table, raise_for_failures
-from tasks.settings import log_to_run, s3_credentials, settings
+from tasks.settings import log_to_run, s3_credentials, workspace
 from tasks.tokenization import (
     assess_quality,
     download_files,
@@ -58,9 +58,8 @@ def tokenize_completions(config: TokenizeRun) -> dict[str, Any]:
         Counts, version and the report's URI.
     """
     log_to_run()
-    workspace = Workspace(settings().work, settings().cache)
     board = ProgressBoard(key="tokenize-progress")
-    with TokenizeSession(config, s3_credentials(), workspace) as session:
+    with TokenizeSession(config, s3_credentials(), workspace()) as session:
         plans = list_completions(session)
         session.require_free_root(plans)
         receipts = make_shards(session, plans, board)
@@ -91,8 +90,7 @@ def tokenize_shard_flow(config: ShardRun) -> dict[str, Any]:
         The shard's name and counts.
     """
     log_to_run()
-    workspace = Workspace(settings().work, settings().cache)
-    with TokenizeSession(config.run, s3_credentials(), workspace) as session:
+    with TokenizeSession(config.run, s3_credentials(), workspace()) as session:
         plans = list_completions(session)
         if config.shard_number >= len(plans):
             raise UsageError(

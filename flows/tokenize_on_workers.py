@@ -16,12 +16,11 @@ from prefect.runtime import flow_run as runtime
 
 from dflash.config import ShardRun, SliceRun, SpreadRun
 from dflash.data.tokenize_run import TokenizeSession
-from dflash.data.workspace import Workspace
 from dflash.errors import UsageError
 from flows.progress import ProgressBoard
 from flows.run_names import named_after
 from flows.tokenize_completions import RESULT, RUNNER, make_shards, tokenize_completions, upload_all
-from tasks.settings import log_to_run, s3_credentials, settings
+from tasks.settings import log_to_run, s3_credentials, workspace
 from tasks.tokenization import list_completions, make_shard_anywhere
 from tasks.training import run_child
 
@@ -44,9 +43,8 @@ def tokenize_slice(config: SliceRun) -> dict[str, Any]:
         Counts of the slice.
     """
     log_to_run()
-    workspace = Workspace(settings().work, settings().cache)
     board = ProgressBoard(key="tokenize-progress")
-    with TokenizeSession(config.run, s3_credentials(), workspace) as session:
+    with TokenizeSession(config.run, s3_credentials(), workspace()) as session:
         plans = list_completions(session)[config.slice_number :: config.num_slices]
         receipts = make_shards(session, plans, board) if plans else []
         sent = upload_all(session, receipts)
@@ -116,8 +114,7 @@ def tokenize_on_dask(config: SpreadRun) -> dict[str, Any]:
 @flow(name="tokenize-on-dask", flow_run_name=named_after("tokenize", "run", "source"), **RESULT)
 def _tokenize_on_dask(config: SpreadRun) -> dict[str, Any]:
     log_to_run()
-    workspace = Workspace(settings().work, settings().cache)
-    with TokenizeSession(config.run, s3_credentials(), workspace) as session:
+    with TokenizeSession(config.run, s3_credentials(), workspace()) as session:
         plans = list_completions(session)
         done = session.finished(plans)
     missing = [plan for plan in plans if plan.fingerprint not in done]

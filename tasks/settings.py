@@ -11,6 +11,7 @@ from prefect.blocks.system import Secret
 from pydantic import AliasChoices, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from dflash.data.workspace import Workspace
 from dflash.storage import S3Credentials
 
 if TYPE_CHECKING:
@@ -70,6 +71,11 @@ def log_to_run() -> None:
 def settings() -> Settings:
     """Settings of this process."""
     return Settings()
+
+
+def workspace() -> Workspace:
+    """Where runs of this process keep downloads, spools and checked copies."""
+    return Workspace(settings().work, settings().cache)
 
 
 def api_key() -> str | None:

@@ -15,10 +15,9 @@ from dflash.data.plan import PlannedFile, ShardPlan
 from dflash.data.quality_report import QualityReport
 from dflash.data.spool import LocalInput
 from dflash.data.tokenize_run import TokenizeSession
-from dflash.data.workspace import Workspace
 from dflash.manifest import Manifest, ShardReceipt
 from tasks.policies import COMPUTE_TASK, STORE_TASK
-from tasks.settings import s3_credentials, settings
+from tasks.settings import s3_credentials, workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +89,6 @@ def make_shard_anywhere(config: ShardRun) -> int:
 @functools.lru_cache(maxsize=1)
 def _session_here(run: str) -> tuple[TokenizeSession, list[ShardPlan]]:
     """The session of this process for a run (as JSON): one process makes many shards, and loads the tokenizer once."""
-    session = TokenizeSession(
-        TokenizeRun.model_validate_json(run), s3_credentials(), Workspace(settings().work, settings().cache)
-    )
+    session = TokenizeSession(TokenizeRun.model_validate_json(run), s3_credentials(), workspace())
     atexit.register(session.pool.close)
     return session, session.plan()

@@ -102,6 +102,17 @@ class TargetEnds:
     head_VH: Tensor
     norm_scale_H: Tensor
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether embedding and head are one tensor in memory."""
+        return self.head_VH.data_ptr() == self.embedding_VH.data_ptr()
+
+    def to(self, device: torch.device) -> TargetEnds:
+        """Return them on a device; what is tied stays tied."""
+        embedding_VH = self.embedding_VH.to(device)
+        head_VH = embedding_VH if self.is_tied else self.head_VH.to(device)
+        return TargetEnds(embedding_VH, head_VH, self.norm_scale_H.to(device))
+
 
 class ComputedFeatures:
     """Runs the target in this process when it is asked.

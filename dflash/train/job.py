@@ -38,7 +38,6 @@ from dflash.train.checkpoint_store import CheckpointStore
 from dflash.train.curves import METRICS, PICTURE, plot_metrics
 from dflash.train.device_memory import check_device, target_shape
 from dflash.train.environment import fingerprint
-from dflash.train.feature_source import TargetEnds
 from dflash.train.hooks import Hooks, TrainResult
 from dflash.train.launch import run_dir_of
 from dflash.train.loop import CHECKPOINTS, Run
@@ -48,7 +47,7 @@ from dflash.train.resume import DataIdentity, TargetIdentity, check_resumable
 from dflash.train.run import RESULT, TrainRun
 from dflash.train.seats import Seat
 from dflash.train.server_features import FeatureServer, ServerFeatures
-from dflash.train.setup import build_drafter, norm_scale
+from dflash.train.setup import build_drafter, ends_of
 from dflash.train.split_drafter import ReceivedFeatures
 from dflash.train.split_run import Beginning, run_target_rank
 from dflash.train.world import World
@@ -213,12 +212,9 @@ def _remote(
     assert topology.server_folder is not None
     # The whole target passes through this machine's memory once; only its ends go to the device.
     whole = Target.load(run.target, network.target_layer_ids, "cpu", dtype, trust_remote_code=run.trust_remote_code)
-    tensors = [tensor.to(device) for tensor in (whole.embedding_VH, norm_scale(whole))]
-    tied = whole.head_VH.data_ptr() == whole.embedding_VH.data_ptr()
-    ends = TargetEnds(tensors[0], tensors[0] if tied else whole.head_VH.to(device), tensors[1])
     model, folder = topology.server_model or run.target, Path(topology.server_folder)
     server = FeatureServer(topology.server_url, model, folder, topology.peer_timeout_s)
-    return ServerFeatures(server, ends, len(network.target_layer_ids))
+    return ServerFeatures(server, ends_of(whole).to(device), len(network.target_layer_ids))
 
 
 def _beginning(run_dir: Path) -> BatchState:

@@ -64,11 +64,10 @@ class TargetFeed:
 
     def send_ends(self, ends: TargetEnds, ranks: list[int]) -> None:
         """Send embedding and head to the drafter ranks that take them from this rank."""
-        tied = ends.head_VH is ends.embedding_VH or ends.head_VH.data_ptr() == ends.embedding_VH.data_ptr()
-        tensors = [ends.embedding_VH, *([] if tied else [ends.head_VH]), ends.norm_scale_H]
+        tensors = [ends.embedding_VH, *([] if ends.is_tied else [ends.head_VH]), ends.norm_scale_H]
         size, dtype = list(ends.embedding_VH.shape), str(ends.embedding_VH.dtype).removeprefix("torch.")
         for rank in ranks:
-            self._peers.send(rank, "ends", size=size, dtype=dtype, tied=tied)
+            self._peers.send(rank, "ends", size=size, dtype=dtype, tied=ends.is_tied)
             self._peers.finish(rank, [self._peers.send_tensor(rank, tensor.contiguous()) for tensor in tensors])
 
     def run(self, packs: Iterator[Pack]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +20,7 @@ from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 from dflash.train.run import TrainRun
 from embedded.apply_deployments import KINDS
 from embedded.stack_set_up import POOLS
+from tests.scripts import load_script
 
 DEPLOYMENTS = Path(__file__).resolve().parents[2] / "deployments"
 
@@ -32,12 +32,7 @@ def load(kind: str, pool: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def writer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("write_templates", DEPLOYMENTS / "pools" / "write_templates.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(DEPLOYMENTS / "pools" / "write_templates.py")
 
 
 def test_the_files_are_what_the_workers_defaults_give(writer: ModuleType) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash.config import GateThresholds, MergeRun, TokenizeRun
+from dflash.config import MergeRun, TokenizeRun
 from dflash.data.dataset import DatasetRoot
 from dflash.data.tokenize_run import tokenize_dataset
 from dflash.data.verify import verify_dataset
@@ -17,6 +17,7 @@ from dflash.storage import S3Credentials, open_store
 from dflash.train.checkpoint_store import CheckpointStore
 from dflash.train.curves import MetricsTail
 from dflash.train.launch import run_dir_of
+from tests.flows.small_runs import small_run
 from tests.train.tiny_run import publish_rows, tiny_run
 
 NUM_FILES = 8
@@ -69,19 +70,7 @@ class JobMaker:
         return {"tokenize": self._tokenize, "merge": self._merge, "train": self._train}[stage]()
 
     def _run(self, name: str, files: dict[str, list[dict[str, Any]]]) -> TokenizeRun:
-        run = TokenizeRun(
-            source=f"{self.base}/{name}",
-            dataset=f"{self.base}/train",
-            tokenizer=str(self.tokenizer),
-            files_per_shard=1,
-            num_workers=1,
-            gate=GateThresholds(
-                max_length_cut_share=1.0,
-                max_duplicate_share=1.0,
-                max_single_loss_count_share=1.0,
-                max_tiny_mask_share=1.0,
-            ),
-        )
+        run = small_run(f"{self.base}/{name}", f"{self.base}/train", self.tokenizer)
         store = open_store(run.source, self.credentials)
         for key, rows in files.items():
             store.put_if_absent(key, "".join(json.dumps(row) + "\n" for row in rows).encode())

@@ -17,11 +17,12 @@ import boto3
 import psutil
 import pytest
 
-from dflash.config import GateThresholds, ShardRun, TokenizeRun
+from dflash.config import ShardRun, TokenizeRun
 from dflash.data.plan import list_completions, plan_shards
 from dflash.data.tokenizer import load_tokenizer
 from dflash.storage import open_store
 from tests.flows.server import Server, wait_for
+from tests.flows.small_runs import small_run
 
 if TYPE_CHECKING:
     from embedded.stack import StackConnection
@@ -53,19 +54,8 @@ def batch(stack: StackConnection, example_records: list[dict[str, Any]]) -> dict
 
 def put_batch(stack: StackConnection, name: str, files: dict[str, bytes], tokenizer: Path) -> TokenizeRun:
     """Put the files on the store; return a run over them, a shard a file."""
-    run = TokenizeRun(
-        source=f"s3://{stack.bucket}/{name}/completions",
-        dataset=f"s3://{stack.bucket}/{name}/train",
-        tokenizer=str(tokenizer),
-        files_per_shard=1,
-        num_workers=1,
-        gate=GateThresholds(
-            max_length_cut_share=1.0,
-            max_duplicate_share=1.0,
-            max_single_loss_count_share=1.0,
-            max_tiny_mask_share=1.0,
-        ),
-    )
+    place = f"s3://{stack.bucket}/{name}"
+    run = small_run(f"{place}/completions", f"{place}/train", tokenizer)
     store = open_store(run.source, stack.s3)
     for key, data in files.items():
         store.put_if_absent(key, data)

@@ -14,31 +14,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import ValidationError
 
-from dflash.config import GateThresholds, SliceRun, SpreadRun, TokenizeRun
+from dflash.config import SliceRun, SpreadRun, TokenizeRun
 from dflash.data.dataset import DatasetRoot
 from dflash.storage import open_store
 from flows.tokenize_completions import tokenize_completions
 from flows.tokenize_on_workers import tokenize_on_dask, tokenize_slice
 from tests.flows.server import Server, wait_for
+from tests.flows.small_runs import small_run
 
 if TYPE_CHECKING:
     from embedded.stack import StackConnection
     from tests.flows.conftest import BatchWriter
-
-LENIENT = GateThresholds(
-    max_length_cut_share=1.0, max_duplicate_share=1.0, max_single_loss_count_share=1.0, max_tiny_mask_share=1.0
-)
-
-
-def _run(source: Path | str, dataset: Path | str, tokenizer: Path) -> TokenizeRun:
-    return TokenizeRun(
-        source=str(source),
-        dataset=str(dataset),
-        tokenizer=str(tokenizer),
-        files_per_shard=1,
-        gate=LENIENT,
-        num_workers=1,
-    )
 
 
 def _shards(root: str, cache: Path, credentials: Any = None) -> list[str]:
@@ -50,13 +36,13 @@ def _shards(root: str, cache: Path, credentials: Any = None) -> list[str]:
 @pytest.mark.usefixtures("prefect_server", "home")
 def test_slices_leave_nothing_to_make(write_batch: BatchWriter, tmp_path: Path, smollm2_tokenizer_dir: Path) -> None:
     batch = write_batch(num_files=5)
-    run = _run(batch, tmp_path / "sliced", smollm2_tokenizer_dir)
+    run = small_run(batch, tmp_path / "sliced", smollm2_tokenizer_dir)
     made = [tokenize_slice(SliceRun(run=run, num_slices=3, slice_number=number)) for number in range(3)]
     assert [slice_["shards"] for slice_ in made] == [2, 2, 1]
     assert DatasetRoot.open(run.dataset, None, tmp_path / "c").current() is None, "slices publish nothing"
     result = tokenize_completions(run)
     assert result["rows"] == sum(slice_["rows"] for slice_ in made) == 60
-    whole = _run(batch, tmp_path / "whole", smollm2_tokenizer_dir)
+    whole = small_run(batch, tmp_path / "whole", smollm2_tokenizer_dir)
     tokenize_completions(whole)
     assert _shards(run.dataset, tmp_path / "c") == _shards(whole.dataset, tmp_path / "c")
 
@@ -89,7 +75,7 @@ def test_two_workers_share_a_run(
 ) -> None:
     server = Server.of(stack)
     place = f"s3://{stack.bucket}/on-workers"
-    run = _run(f"{place}/completions", f"{place}/train", smollm2_tokenizer_dir)
+    run = small_run(f"{place}/completions", f"{place}/train", smollm2_tokenizer_dir)
     store = open_store(run.source, stack.s3)
     for number in range(6):
         rows = example_records[5 * number : 5 * number + 5]
@@ -111,8 +97,8 @@ def test_two_workers_share_a_run(
 def test_two_dask_processes_share_a_run(write_batch: BatchWriter, tmp_path: Path, smollm2_tokenizer_dir: Path) -> None:
     pytest.importorskip("prefect_dask", reason="needs the extra `scale`: make test-scale")
     batch = write_batch(num_files=5)
-    run = _run(batch, tmp_path / "dask", smollm2_tokenizer_dir)
+    run = small_run(batch, tmp_path / "dask", smollm2_tokenizer_dir)
     assert tokenize_on_dask(SpreadRun(run=run, num_slices=2))["rows"] == 60
-    whole = _run(batch, tmp_path / "whole", smollm2_tokenizer_dir)
+    whole = small_run(batch, tmp_path / "whole", smollm2_tokenizer_dir)
     tokenize_completions(whole)
     assert _shards(run.dataset, tmp_path / "c") == _shards(whole.dataset, tmp_path / "c")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -13,17 +12,14 @@ from typing import Any
 
 import pytest
 
+from tests.scripts import load_script
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def audit() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("audit", REPOSITORY / "docker" / "audit.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(REPOSITORY / "docker" / "audit.py")
 
 
 def answer(*fixes: list[str]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,8 @@ from hypothesis import strategies as st
 from dflash.config import MergeRun, RefreshRun, TokenizeRun
 from dflash.data.discovery import BatchState, FoundBatch, find_batches, mergeable
 from dflash.errors import IntegrityError
-from dflash.manifest import InputFile
 from dflash.storage import LocalStore, ObjectInfo, open_store
+from tests.data.versions.named_batches import publish
 from tests.storage.faults import FaultPlan, FaultStore
 
 NOW = 1_000_000.0
@@ -48,18 +47,6 @@ def make_run(completions: LocalStore, **values: Any) -> RefreshRun:
 
 def states(found: list[FoundBatch]) -> dict[str, str]:
     return {batch.name: batch.state for batch in found}
-
-
-def publish(sandbox: Any, sample: Any, completions: LocalStore, name: str, content: int) -> None:
-    """A version that names the batch folder as it is now."""
-    new = sandbox.batch([sample(f"{name}-{n}", content + n) for n in range(3)], name=name)
-    inputs = tuple(
-        InputFile(key=item.key, size=item.size, etag=item.etag, sha256="0" * 64, num_records=1, num_rejected=0)
-        for item in open_store(f"{completions.uri}/{name}").list("")
-        if item.key.endswith(".jsonl")
-    )
-    batch = new.batch.model_copy(update={"source": f"{completions.uri}/{name}/", "inputs": inputs})
-    sandbox.merge(dataclasses.replace(new, batch=batch))
 
 
 def test_success_or_quiet_makes_a_batch_complete(completions: LocalStore, write: Write, sandbox: Any) -> None:

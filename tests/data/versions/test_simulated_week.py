@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import random
@@ -16,8 +15,9 @@ from dflash.data.backup import backup_version, open_mirror
 from dflash.data.dataset import DatasetRoot
 from dflash.data.discovery import find_batches, mergeable
 from dflash.data.verify import verify_dataset
-from dflash.manifest import InputFile, Manifest
+from dflash.manifest import Manifest
 from dflash.storage import LocalStore, open_store
+from tests.data.versions.named_batches import publish
 
 HOUR = 3600.0
 START = 1_800_000_000.0
@@ -65,14 +65,7 @@ def merge_found(sandbox: Any, sample: Any, completions: LocalStore, name: str) -
     if current is not None:
         backup_version(sandbox.root, current, open_mirror(sandbox.root, None))
     number = int(name.removeprefix("batch-"))
-    new = sandbox.batch([sample(f"{name}-{row}", number * ROWS + row) for row in range(ROWS)], name=name)
-    inputs = tuple(
-        InputFile(key=item.key, size=item.size, etag=item.etag, sha256="0" * 64, num_records=1, num_rejected=0)
-        for item in open_store(f"{completions.uri}/{name}").list("")
-        if item.key.endswith(".jsonl")
-    )
-    batch = new.batch.model_copy(update={"source": f"{completions.uri}/{name}/", "inputs": inputs})
-    sandbox.merge(dataclasses.replace(new, batch=batch))
+    publish(sandbox, sample, completions, name, number * ROWS, num_rows=ROWS)
 
 
 def history(root: DatasetRoot) -> list[Manifest]:
