@@ -20,15 +20,13 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
 import argparse  # noqa: E402
-import json  # noqa: E402
-import random  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
-from typing import Any  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from benchmarks.answers import END_IDS, MAX_TOKENS, MODEL, Answer, answers  # noqa: E402
 from benchmarks.measure import print_table  # noqa: E402
 from dflash.data.batches import BatchState, Pack  # noqa: E402
 from dflash.data.row_reader import Row  # noqa: E402
@@ -36,7 +34,6 @@ from dflash.eval.acceptance import evaluate  # noqa: E402
 from dflash.eval.prompts import Prompt  # noqa: E402
 from dflash.eval.speculate import DecodeOptions, Speculator  # noqa: E402
 from dflash.model.features import Target  # noqa: E402
-from dflash.serving.decoding import Decoding, decode_batch  # noqa: E402
 from dflash.train.config import DrafterChoices, OptimizerConfig, ReplayConfig, TrainConfig  # noqa: E402
 from dflash.train.engine import Engine  # noqa: E402
 from dflash.train.feature_source import ComputedFeatures  # noqa: E402
@@ -48,12 +45,8 @@ from dflash.train.warm_start import warm_start  # noqa: E402
 from dflash.train.world import World  # noqa: E402
 from embedded.smollm2 import ensure_smollm2  # noqa: E402
 
-QUESTIONS = REPOSITORY.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
-ANSWERS = REPOSITORY / ".dflash" / "bench" / "gsm8k-answers.jsonl"
-MODEL = REPOSITORY / ".dflash" / "models" / "smollm2"
 REFERENCE = {60: 1.23, 120: 1.34, 240: 1.50, 360: 1.55, 480: 1.60, 600: 1.62, 700: 1.625}
-NUM_ROWS, NUM_HELD_OUT, MAX_TOKENS, BATCH = 384, 30, 128, 32
-END_IDS = (2,)
+NUM_ROWS, NUM_HELD_OUT = 384, 30
 LAYERS = (1, 8, 14, 20, 27)
 CONFIG = TrainConfig(
     drafter=DrafterChoices(
@@ -75,7 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     target = Target.load(str(ensure_smollm2(MODEL)), LAYERS, dtype=torch.float32)
-    rows, prompts = split(answers(target))
+    rows, prompts = split(answers(NUM_ROWS + NUM_HELD_OUT, target))
     table = []
     for mark, steps, taus in train(target, rows, prompts, sorted(arguments.cpu_seconds)):
         reference = REFERENCE.get(round(mark))
@@ -87,37 +80,13 @@ def main() -> None:
     print_table(table, arguments.json)
 
 
-def answers(target: Target) -> list[dict[str, Any]]:
-    """Problems with the target's greedy answers, from the file or written now."""
-    from transformers import AutoTokenizer
-
-    kept = ANSWERS.read_text().splitlines() if ANSWERS.exists() else []
-    if len(kept) >= NUM_ROWS + NUM_HELD_OUT:
-        return [json.loads(line) for line in kept[: NUM_ROWS + NUM_HELD_OUT]]
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    questions = [json.loads(line)["question"] for line in QUESTIONS.read_text().splitlines()]
-    random.Random(0).shuffle(questions)
-    found = []
-    for start in range(0, NUM_ROWS + NUM_HELD_OUT, BATCH):
-        batch = [
-            tokenizer.apply_chat_template([{"role": "user", "content": one}], add_generation_prompt=True)["input_ids"]
-            for one in questions[start : start + BATCH]
-        ]
-        written = decode_batch(target.model, [Decoding(ids, MAX_TOKENS) for ids in batch], END_IDS)
-        found += [{"prompt": prompt, "answer": answer} for prompt, answer in zip(batch, written, strict=True)]
-        sys.stderr.write(f"{len(found)} answers\n")
-    ANSWERS.parent.mkdir(parents=True, exist_ok=True)
-    ANSWERS.write_text("".join(json.dumps(one) + "\n" for one in found))
-    return found[: NUM_ROWS + NUM_HELD_OUT]
-
-
-def split(found: list[dict[str, Any]]) -> tuple[list[Row], list[Prompt]]:
+def split(found: list[Answer]) -> tuple[list[Row], list[Prompt]]:
     """Rows to train on and held-out prompts."""
-    prompts = [Prompt(str(number), "gsm8k", tuple(one["prompt"])) for number, one in enumerate(found[:NUM_HELD_OUT])]
+    prompts = [Prompt(str(number), "gsm8k", tuple(one.prompt)) for number, one in enumerate(found[:NUM_HELD_OUT])]
     rows = []
     for number, one in enumerate(found[NUM_HELD_OUT:]):
-        mask = np.arange(len(one["prompt"]) + len(one["answer"])) >= len(one["prompt"])
-        rows.append(Row((0, number), np.array(one["prompt"] + one["answer"], dtype=np.int32), mask, str(number), ""))
+        mask = np.arange(len(one.prompt) + len(one.answer)) >= len(one.prompt)
+        rows.append(Row((0, number), np.array(one.prompt + one.answer, dtype=np.int32), mask, str(number), ""))
     return rows, prompts
 
 
