@@ -62,16 +62,16 @@ def make_record(request: Request, sampled: Sampled, server: str, attempts: int) 
         kind = ABORTED_KIND if is_abort else "bad_reply"
         return Failure(kind, f"the server ended the response with finish_reason {finish!r:.60}", other_seed=is_abort)
     message, cut_thinking = _message(sampled, request.thinking, is_cut=FINISH_REASONS[finish.casefold()] == "length")
-    if _is_empty(message):
-        return Failure(EMPTY, "the response has no text, no trace and no tool call", other_seed=True)
     record = _assemble(request, sampled, message, server) | {"attempts": attempts}
     if cut_thinking:
         record["thinking_truncated"] = True
     try:
-        normalise_record(record, is_parsed=True)
+        read_back = normalise_record(record, is_parsed=True).messages[-1]
     except RecordError as error:
         kind = EMPTY if error.reason == Reason.EMPTY_RESPONSE else f"unusable_{error.reason}"
         return Failure(kind, error.message, other_seed=True)
+    if _is_empty(read_back):  # a trace without a word between its tags as well
+        return Failure(EMPTY, "the response has no text, no trace and no tool call", other_seed=True)
     return record
 
 
@@ -147,6 +147,4 @@ def _message(sampled: Sampled, thinking: bool | None, *, is_cut: bool) -> tuple[
 
 def _is_empty(message: dict[str, Any]) -> bool:
     texts = (message.get("content"), message.get("reasoning_content"))
-    return not message.get("tool_calls") and not any(
-        not isinstance(text, str) or text.strip() for text in texts if text
-    )
+    return not message.get("tool_calls") and not any(text.strip() for text in texts if text)

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Final, TypedDict
 
 import msgspec
 
-from dflash.data.completions import FINISH_REASONS
+from dflash.data.completions import FINISH_REASONS, normalise_record
+from dflash.data.messages import CLOSE_TAG
 from dflash.data.scripts import dominant_script
 
 COMPRESSED_CHARACTERS: Final = 32_768  # of the end, where loops are
@@ -50,6 +51,8 @@ def look_at(record: Mapping[str, Any]) -> dict[str, Any]:
         `marks`: loop, refusal, think_only, thinking_truncated, no_ids.
     """
     message = record["messages"][-1]
+    if CLOSE_TAG in _text(message.get("content")):  # a server without a reasoning parser gives trace and answer as one
+        message = normalise_record(record, is_parsed=True).messages[-1]
     content, trace = _text(message.get("content")), _text(message.get("reasoning_content"))
     text = f"{trace}\n{content}" if trace else content
     ratio = compression_ratio(text)

@@ -91,7 +91,10 @@ def test_cut_answers_stay_answers(
     [
         ({"content": ""}, "stop", "empty"),
         ({"content": " \n"}, "stop", "empty"),
+        ({"content": "<think>\n\n</think>\n\n"}, "stop", "empty"),
+        ({"content": "\n</think>\n\n"}, "length", "empty"),
         ({"content": None, "reasoning_content": ""}, "stop", "empty"),
+        ({"content": None}, "stop", "empty"),
         ({"content": "Yes"}, "abort", "aborted"),
         ({"content": "Yes"}, "content_filter", "aborted"),
         ({"content": "Yes"}, None, "bad_reply"),
@@ -101,7 +104,7 @@ def test_cut_answers_stay_answers(
     ],
 )
 def test_no_record_without_a_response(message: dict[str, Any], finish: Any, kind: str | None) -> None:
-    failure = read(message, finish)
+    failure = read(message, finish, token_ids=[1, 2])
     assert isinstance(failure, Failure)
     assert failure.may_retry
     assert failure.kind == (kind or "unusable_tool_arguments_not_json")

@@ -34,6 +34,10 @@ def look(content: Any = TEXT, **fields: Any) -> dict[str, Any]:
         (look("I'm sorry, but I can't help with that.", output_token_ids=[1]), ["refusal"]),
         (look("I\u2019m unable to", output_token_ids=[1]), ["refusal"]),
         (look("I can do that, and I cannot fail.", output_token_ids=[1]), []),
+        (look("They ask for\nharm.\n</think>\n\nI'm sorry, but no.", output_token_ids=[1]), ["refusal"]),
+        (look("<think>\nHm.\n</think>\n\n", output_token_ids=[1]), ["think_only"]),
+        (look("<think>\nI can't\n</think>\n\nYes.", output_token_ids=[1]), []),
+        (look("Write </think> behind it", reasoning_content="Hm.", output_token_ids=[1]), []),
     ],
 )
 def test_marks(found: dict[str, Any], marks: list[str]) -> None:
