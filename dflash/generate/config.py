@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
@@ -12,13 +12,16 @@ from dflash.data.strict_json import check_value
 from dflash.errors import RecordError
 
 
+MOST_TOKENS: Final = 1_048_576  # of one completion
+
+
 class SamplingOptions(RunModel):
     """How the target samples; a prompt may override each field."""
 
     temperature: float = Field(default=1.0, ge=0, le=5, description="0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass that is sampled from.")
     top_k: int | None = Field(default=None, ge=1, description="Likeliest tokens that are sampled from; none: all.")
-    max_tokens: int = Field(default=8192, ge=1, le=1_048_576, description="Most tokens of one completion.")
+    max_tokens: int = Field(default=8192, ge=1, le=MOST_TOKENS, description="Most tokens of one completion.")
     seed: int | None = Field(
         default=0,
         ge=0,

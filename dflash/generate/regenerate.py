@@ -23,9 +23,10 @@ from dflash.data.records import Reason
 from dflash.data.shards import read_index
 from dflash.data.strict_json import parse_json
 from dflash.errors import IntegrityError, ObjectNotFoundError, RecordError, UsageError
-from dflash.generate.config import Finding, RegenerateRun
+from dflash.generate.config import MOST_TOKENS, Finding, RegenerateRun
 from dflash.generate.parts import BATCH_LIMITS
 from dflash.generate.prompts import Prompt, digest_of, read_prompt
+from dflash.generate.requests import request_seed
 from dflash.storage import ObjectInfo, S3Credentials, Store, join_uri, open_store
 
 PROMPTS_KEY: Final = "_prompts.ndjson"
@@ -161,11 +162,7 @@ class _Search:
 
     def _prompt(self, record: Any, where: str, finding: Finding) -> Prompt | None:
         sampling = record.get("sampling") if isinstance(record.get("sampling"), dict) else {}
-        changes: dict[str, Any] = {}
-        if finding == "length":
-            limit = sampling.get("max_tokens")
-            limit = limit if isinstance(limit, int) else self.run.generate.sampling.max_tokens
-            changes["max_tokens"] = self.run.cut_max_tokens or 4 * limit
+        changes = self._changes(sampling, finding)
         messages = record.get("messages") or record.get("conversations")
         fields = {name: record.get(name) for name in ("id", "tools", "chat_template_kwargs", "source")}
         try:
@@ -173,6 +170,16 @@ class _Search:
         except RecordError:
             return None
         return prompt if prompt.id else read_prompt(prompt.to_json() | {"id": where})
+
+    def _changes(self, then: Mapping[str, Any], finding: Finding) -> dict[str, int]:
+        """What is asked otherwise than then: room where there was too little, else chance."""
+        now = self.run.generate.sampling
+        if finding == "length":
+            limit = then.get("max_tokens")
+            limit = limit if type(limit) is int and limit > 0 else now.max_tokens
+            return {"max_tokens": self.run.cut_max_tokens or min(4 * limit, MOST_TOKENS)}
+        # A prompt's seed comes from the run's and its id: the same two would give the same answer again.
+        return {} if now.seed is None else {"seed": request_seed(now.seed, f"after {then.get('seed')}")}
 
 
 def _open_source(run: RegenerateRun, credentials: S3Credentials | None, cache: Path) -> _Source:

@@ -14,8 +14,8 @@ from dflash.data.workspace import Workspace
 from dflash.errors import UsageError
 from dflash.generate.config import GenerateRun, RegenerateRun
 from dflash.generate.regenerate import find_prompts
-from tests.generate.conftest import completions, generate
-from tests.generate.stub_server import Stub, serving
+from tests.generate.conftest import completions, generate, prompt, write_prompts
+from tests.generate.stub_server import Stub, answer, serving
 
 QUESTION = {"role": "user", "content": "Why is the sky blue?"}
 ANSWER = "Sunlight is scattered by air, and blue light most of all, so it comes from everywhere."
@@ -82,6 +82,47 @@ def test_findings_can_be_chosen(tmp_path: Path, batch: Path) -> None:
     assert json.loads(line)["sampling"] == {"max_tokens": 1000}
     with pytest.raises(UsageError, match="begun with another source or other findings"):
         find_prompts(make(batch, tmp_path), None, tmp_path / "cache")
+
+
+def test_what_was_cut_keeps_its_seed_and_the_rest_gets_another(tmp_path: Path) -> None:
+    """A server that honours seeds would give the six tokens again."""
+    tiny = {"token_ids": [5, 2]}
+
+    def stubborn(request: dict[str, Any]) -> dict[str, Any]:
+        is_cut = "question 1" in str(request["messages"])
+        reply = answer(request, finish_reason="length" if is_cut else "stop", **({} if is_cut else tiny))
+        return reply | {"usage": {"completion_tokens": 11 if is_cut else 2}}
+
+    with serving(Stub(answer=stubborn)) as stub:
+        path = write_prompts(tmp_path / "prompts.jsonl", [prompt(1), prompt(2)])
+        run = GenerateRun(prompts=str(path), batch=str(tmp_path / "one"), endpoints=(stub.url,))
+        seeds = [_generate_and_see(run, stub, tmp_path)]
+        for number, source in enumerate(("one", "two")):
+            batch = str(tmp_path / ("two", "three")[number])
+            again = RegenerateRun(source=str(tmp_path / source), generate=run.model_copy(update={"batch": batch}))
+            found = find_prompts(again, None, tmp_path / "cache")
+            assert found.found == {"length": 1, "few_tokens": 1}
+            seeds.append(_generate_and_see(again.generate.model_copy(update={"prompts": found.prompts}), stub, tmp_path))
+    assert len({one["question 1"] for one in seeds}) == 1, "more of the same answer"
+    assert len({one["question 2"] for one in seeds}) == 3, "another answer each time"
+
+
+def _generate_and_see(run: GenerateRun, stub: Stub, tmp_path: Path) -> dict[str, int]:
+    """The seed that each question was asked with."""
+    stub.bodies.clear()
+    generate(run, tmp_path / "work")
+    return {body["messages"][-1]["content"]: body["seed"] for body in stub.bodies}
+
+
+@pytest.mark.parametrize(("limit", "asked"), [(500_000, 1_048_576), (0, 32_768), (True, 32_768), ("8", 32_768)])
+def test_a_limit_that_can_not_be_multiplied_loses_no_prompt(tmp_path: Path, limit: Any, asked: int) -> None:
+    (tmp_path / "old").mkdir()
+    cut = record("cut", finish_reason="length", output_tokens=128, sampling={"max_tokens": limit})
+    (tmp_path / "old" / "a.jsonl").write_text(json.dumps(cut) + "\n")
+    search = find_prompts(make(tmp_path / "old", tmp_path), None, tmp_path / "cache")
+    assert (search.num_lost, search.found) == (0, {"length": 1})
+    assert search.prompts is not None
+    assert json.loads(Path(search.prompts).read_text())["sampling"] == {"max_tokens": asked}
 
 
 def test_nothing_lacking_asks_for_nothing(tmp_path: Path) -> None:
