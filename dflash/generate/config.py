@@ -11,7 +11,6 @@ from dflash.config import RunModel
 from dflash.data.strict_json import check_value
 from dflash.errors import RecordError
 
-
 MOST_TOKENS: Final = 1_048_576  # of one completion
 
 

@@ -102,7 +102,8 @@ def test_what_was_cut_keeps_its_seed_and_the_rest_gets_another(tmp_path: Path) -
             again = RegenerateRun(source=str(tmp_path / source), generate=run.model_copy(update={"batch": batch}))
             found = find_prompts(again, None, tmp_path / "cache")
             assert found.found == {"length": 1, "few_tokens": 1}
-            seeds.append(_generate_and_see(again.generate.model_copy(update={"prompts": found.prompts}), stub, tmp_path))
+            asked = again.generate.model_copy(update={"prompts": found.prompts})
+            seeds.append(_generate_and_see(asked, stub, tmp_path))
     assert len({one["question 1"] for one in seeds}) == 1, "more of the same answer"
     assert len({one["question 2"] for one in seeds}) == 3, "another answer each time"
 
