@@ -72,19 +72,22 @@ class Engine:
         self._active = 0
         self._source_ended = False
         self._num_refused = 0
+        self._has_answers = False
         self._fault: str = ""
 
-    async def run(self, requests: Iterator[Request], on_tick: Callable[[], None]) -> None:
+    async def run(self, requests: Iterator[Request], on_tick: Callable[[], None], *, has_answers: bool = False) -> None:
         """Work until every request is done or given up, or the run is stopped.
 
         Args:
             requests: read as they are needed.
             on_tick: called every half second.
+            has_answers: earlier runs got answers with these parameters, so that refusals are the prompts' own.
 
         Raises:
             ServiceError: no endpoint answers any more, or all refuse; what is done is kept.
         """
         self._pool.started = asyncio.get_running_loop().time()
+        self._has_answers = has_answers
         workers = [asyncio.create_task(self._work(requests)) for _ in range(self._run.max_in_flight)]
         watch = asyncio.create_task(self._watch(on_tick, workers))
         try:
@@ -166,18 +169,19 @@ class Engine:
         finally:
             self._pool.give_back(endpoint, failure)
         if isinstance(answer, Failure):
-            self._failed(job, answer)
+            self._failed(job, answer, endpoint.url)
             return
+        self._has_answers = True
         await self._sink.add(answer)
         self.tally.num_new += 1
         self.tally.num_tokens += answer.get("output_tokens") or 0
 
-    def _failed(self, job: _Job, failure: Failure) -> None:
+    def _failed(self, job: _Job, failure: Failure, server: str) -> None:
         self.tally.kinds[failure.kind] += 1
         self._num_refused += not failure.may_retry
-        if failure.is_fatal or (self._num_refused >= REFUSED_IN_A_ROW and not self.tally.num_new):
+        if failure.is_fatal or (self._num_refused >= REFUSED_IN_A_ROW and not self._has_answers):
             self._fault = (
-                f"The server refuses this run's requests ({failure.kind}): {failure.message}\n"
+                f"{server} refuses this run's requests ({failure.kind}): {failure.message}\n"
                 "Check endpoint, model, API key and parameters; nothing that is done is lost."
             )
             return

@@ -188,7 +188,9 @@ class GenerateSession:
             show = functools.partial(self._tick, engine, pool, RateMeter(), time.monotonic())
             self._uploads = Uploads(self.log, self._spool)
             try:
-                await self._uploads.run_beside(engine.run(self._list.requests(model, only), show))
+                requests = self._list.requests(model, only)
+                has_answers = bool(self.log.done or self._spool.num_open)
+                await self._uploads.run_beside(engine.run(requests, show, has_answers=has_answers))
             finally:
                 await self._uploads.finish()
                 show()

@@ -169,9 +169,30 @@ def test_order_and_number_of_prompts_may_change_between_runs(tmp_path: Path, mak
 
 
 def test_a_server_that_refuses_everything_stops_the_run(tmp_path: Path, make_run: MakeRun) -> None:
-    with serving(Stub(status=401)) as stub, pytest.raises(ServiceError, match="unauthorised"):
+    with (
+        serving(Stub(status=401)) as stub,
+        pytest.raises(ServiceError, match=r"^http://127\S+/v1 refuses .*unauthorised"),
+    ):
         generate(make_run(stub, 100, model="stub"), tmp_path / "work")
     assert len(stub.bodies) <= 16, "those in flight, and no more"
+
+
+def test_prompts_that_are_refused_stop_a_run_only_where_nothing_was_answered(tmp_path: Path, make_run: MakeRun) -> None:
+    """Fifty prompts that don't fit the context are left of a large batch: they fail, and the batch is completed."""
+    with serving(Stub(status=400)) as stub:
+        run = make_run(stub, 80, model="stub", max_attempts=1, max_failed_share=0.999)
+        with pytest.raises(ServiceError, match=rf"^{stub.url} refuses this run's requests \(refused\)"):
+            generate(run, tmp_path / "work")
+        assert len(stub.bodies) < 80
+        stub.status = 200
+        stub.answer = lambda request: answer(request, finish_reason="stop" if "question 7" in str(request) else "abort")
+        with pytest.raises(DatasetError, match="failed"):
+            generate(run.model_copy(update={"max_failed_share": 0.0}), tmp_path / "work")
+        stub.status = 400
+        outcome = generate(run, tmp_path / "work")
+    assert (outcome.is_complete, outcome.num_failed) == (True, 80 - outcome.num_records)
+    assert outcome.num_records == 11, "7 and 70 to 79"
+    assert outcome.kinds == {"refused": 69}
 
 
 def test_an_outage_stops_the_run_and_the_next_goes_on(tmp_path: Path, make_run: MakeRun) -> None:
