@@ -153,8 +153,9 @@ class EndpointPool:
 
     def _wake_after_rest(self, loop: asyncio.AbstractEventLoop) -> None:
         """One timer for the earliest end of a rest."""
-        if self._timer is not None and not self._timer.cancelled() and self._timer.when() > loop.time():
-            return
         ends = [endpoint.resting_until for endpoint in self.endpoints if endpoint.resting_until > loop.time()]
-        if ends:
-            self._timer = loop.call_at(min(ends), lambda: self._wake(len(self._waiting)))
+        if not ends or (self._timer is not None and loop.time() < self._timer.when() <= min(ends)):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(min(ends), lambda: self._wake(len(self._waiting)))

@@ -70,3 +70,19 @@ def test_waiters_wake_when_a_rest_ends() -> None:
         return taken.url
 
     assert asyncio.run(work()) == "a"
+
+
+def test_a_short_rest_is_not_slept_through_behind_a_long_one() -> None:
+    async def work() -> str:
+        pool = EndpointPool(("dead", "shaken"), 4)
+        now = asyncio.get_running_loop().time()
+        dead, shaken = pool.endpoints
+        dead.resting_until, shaken.resting_until = now + 60, now + 60
+        waiting = asyncio.create_task(pool.take())
+        await asyncio.sleep(0)
+        shaken.resting_until = now + 0.1
+        shaken.take()
+        pool.give_back(shaken, BROKEN)
+        return (await asyncio.wait_for(waiting, 10)).url
+
+    assert asyncio.run(work()) == "shaken"
