@@ -62,10 +62,9 @@ def evaluate(
         on_prompt: gets each result.
 
     Raises:
-        UsageError: there are no prompts.
+        UsageError: there are no prompts, or one has a source named as the group of all.
     """
-    if not prompts:
-        raise UsageError("There are no prompts to evaluate on, so there is no tau. Give held-out prompts.")
+    _require_prompts(prompts)
     num_slots = speculator.drafter.config.num_draft_tokens
     groups = {name: _Group(num_slots) for name in (OVERALL, *sorted({prompt.source for prompt in prompts}))}
     divergences: list[Divergence] = []
@@ -113,6 +112,16 @@ def refuse_training_prompts(prompts: Iterable[Prompt], source: ShardSource) -> N
         raise UsageError(
             f"{len(found)} of {len(wanted)} evaluation prompts are in the training data (for example "
             f"{sorted(found)[:5]}), so their tau says nothing. Take them out of one of the two."
+        )
+
+
+def _require_prompts(prompts: Sequence[Prompt]) -> None:
+    if not prompts:
+        raise UsageError("There are no prompts to evaluate on, so there is no tau. Give held-out prompts.")
+    if named := [prompt.id for prompt in prompts if prompt.source == OVERALL]:
+        raise UsageError(
+            f"{len(named)} of {len(prompts)} prompts, such as {named[0]!r}, have the source {OVERALL!r}, which names "
+            "the group of all prompts: they would count twice in it. Give their source another name."
         )
 
 

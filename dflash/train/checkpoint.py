@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -26,7 +27,9 @@ from torch import Tensor
 
 from dflash.errors import IntegrityError, StorageError, TrainingError
 from dflash.storage.files import file_sha256
-from dflash.train.checkpoint_record import OPTIMIZER, RECORD, WEIGHTS, read_record, record_digest
+from dflash.train.checkpoint_record import OPTIMIZER, RECORD, TAKE_OLDER, WEIGHTS, read_record, record_digest
+
+_FINISHED: Final = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +105,13 @@ class CheckpointFolder:
         record = {**snapshot.record, "step": snapshot.step, "files": files}
         text = json.dumps({"sha256": record_digest(record), "record": record}, indent=1, sort_keys=True)
         (building / RECORD).write_text(text + "\n", encoding="utf-8")
-        for name in (WEIGHTS, OPTIMIZER, RECORD):
-            _flush(building / name)
+        for path in (building / WEIGHTS, building / OPTIMIZER, building / RECORD, building):
+            _flush(path)
 
     def paths(self) -> list[Path]:
         """Return the finished checkpoints, oldest first."""
-        return sorted(self.folder.glob("step-[0-9]*"))
+        found = ((_FINISHED.fullmatch(path.name), path) for path in self.folder.glob("step-*"))
+        return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
     def latest(self) -> Path | None:
         """Return the newest finished checkpoint."""
@@ -174,8 +178,7 @@ def _check_files(path: Path, record: Mapping[str, Any], names: tuple[str, ...]) 
         expected, found = record["files"].get(name), _sha256(path / name)
         if expected != found:
             raise IntegrityError(
-                f"{name} of checkpoint {path} has SHA-256 {found}, its record says {expected}. "
-                "Resume from an older one."
+                f"{name} of checkpoint {path} has SHA-256 {found}, its record says {expected}. {TAKE_OLDER}"
             )
 
 
@@ -183,7 +186,7 @@ def _sha256(path: Path) -> str:
     try:
         return file_sha256(path)
     except OSError as error:
-        raise IntegrityError(f"{path} can't be read: {error}. Resume from an older checkpoint.") from error
+        raise IntegrityError(f"{path} can't be read: {error}. {TAKE_OLDER}") from error
 
 
 def _flush(path: Path) -> None:

@@ -14,6 +14,9 @@ WEIGHTS: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.pt"
 RECORD: Final = "checkpoint.json"
 
+# What to do about a damaged one.
+TAKE_OLDER: Final = "Resume from an older one: move this folder away, then the newest of the others is taken."
+
 
 def read_record(path: Path) -> dict[str, Any]:
     """Read what a checkpoint says about itself.
@@ -26,11 +29,9 @@ def read_record(path: Path) -> dict[str, Any]:
         record, expected = outer["record"], outer["sha256"]
         whole = isinstance(record["files"], dict) and isinstance(record["step"], int)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise IntegrityError(
-            f"{RECORD} of checkpoint {path} can't be read: {error!r}. Resume from an older one."
-        ) from error
+        raise IntegrityError(f"{RECORD} of checkpoint {path} can't be read: {error!r}. {TAKE_OLDER}") from error
     if not whole or record_digest(record) != expected:
-        raise IntegrityError(f"{RECORD} of checkpoint {path} differs from its digest. Resume from an older one.")
+        raise IntegrityError(f"{RECORD} of checkpoint {path} differs from its digest. {TAKE_OLDER}")
     return dict(record)
 
 

@@ -22,7 +22,7 @@ from dflash.model.attention import BlockLayout
 from dflash.model.drafter import Drafter, block_embeddings
 from dflash.train.anchors import sample_anchors
 from dflash.train.config import TrainConfig
-from dflash.train.feature_source import FrozenEnds
+from dflash.train.feature_source import FrozenEnds, States
 from dflash.train.loss import LossSums, SlotTargets, block_loss, slot_targets
 from dflash.train.optim import learning_rate, make_optimizer, scale_and_clip, set_learning_rate
 from dflash.train.packed import PackedRow, row_slices
@@ -87,7 +87,7 @@ class Engine:
         features: computes, receives or replays the target's features.
         world: the ranks.
         vocabulary: samples the ids of each loss; None takes all.
-        halved: packs are split in two since an out-of-memory error of any rank.
+        halved: packs are split in two since an out-of-memory error of any rank, and their blocks with them.
     """
 
     config: TrainConfig
@@ -191,8 +191,9 @@ class Engine:
     def _out_of_memory(self) -> TrainingError:
         halved = ", halved already" if self.halved else ""
         return TrainingError(
-            f"Out of memory with packs of {self.config.pack_tokens} tokens{halved}. Lower pack_tokens, num_anchors or "
-            "loss.chunk_blocks; `dflash plan` says by how much."
+            f"Out of memory with packs of {self.config.pack_tokens} tokens{halved}. Set recompute, or lower "
+            "loss.chunk_blocks: the run goes on from its newest checkpoint. Lower pack_tokens or num_anchors with "
+            "another output. `dflash plan` says by how much."
         )
 
     @property
@@ -232,16 +233,16 @@ class Engine:
         What isn't finite adds nothing but its count; sharded, its gradient goes through and has the whole step skipped.
         """
         packed = PackedRow.of(pack.rows)
-        features_SF, teacher_SH = self.features.states(pack)
-        loss_mask_S, bad_rows = _without_bad_rows(features_SF, packed, pack)
+        states = self.features.states(pack)
+        loss_mask_S, bad_rows = _without_bad_rows(states, packed, pack)
         sums.add(tokens=pack.num_tokens, rows=len(pack.rows), skipped_rows=bad_rows)
         if bad_rows:
-            features_SF = torch.nan_to_num(features_SF, nan=0.0, posinf=0.0, neginf=0.0)
-        anchor_N = sample_anchors(loss_mask_S, packed.document_S, self.config.num_anchors, generator)
+            states = _finite(states)
+        anchor_N = sample_anchors(loss_mask_S, packed.document_S, self._num_anchors, generator)
         if not len(anchor_N):
             return False
-        hidden_NBH, targets = self._draft(replace(packed, loss_mask_S=loss_mask_S), anchor_N, features_SF)
-        loss = self._loss(hidden_NBH, targets, teacher_SH, generator)
+        hidden_NBH, targets = self._draft(replace(packed, loss_mask_S=loss_mask_S), anchor_N, states.features_SF)
+        loss = self._loss(hidden_NBH, targets, states.final_SH, generator)
         if not torch.isfinite(loss.numerator) and not self._is_sharded:
             sums.add(skipped_rows=len(pack.rows) - bad_rows)
             return False
@@ -274,6 +275,11 @@ class Engine:
         options = self.config.loss.options(self.drafter.config.block_size)
         return block_loss(hidden_NBH, head_VH, targets, options, teacher_SH, offset_V)
 
+    @property
+    def _num_anchors(self) -> int:
+        """Blocks of a micro-batch; a half has half of them: they are most of its memory, and a step keeps them all."""
+        return -(-self.config.num_anchors // 2) if self.halved else self.config.num_anchors
+
     def _autocast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._uses_autocast)
 
@@ -283,9 +289,15 @@ class Engine:
         return self.config.precision == "bfloat16" or (self.config.precision == "auto" and on_gpu)
 
 
-def _without_bad_rows(features_SF: Tensor, packed: PackedRow, pack: Pack) -> tuple[Tensor, int]:
-    """Return the loss mask without rows whose features aren't all finite, and how many those are."""
-    finite_S = torch.isfinite(features_SF).all(dim=1)
+def _finite(states: States) -> States:
+    """Zeros in place of what isn't finite: a weight of 0 doesn't undo it, and blocks beside a bad row look it up."""
+    features_SF = torch.nan_to_num(states.features_SF, 0.0, 0.0, 0.0)
+    return States(features_SF, None if states.final_SH is None else torch.nan_to_num(states.final_SH, 0.0, 0.0, 0.0))
+
+
+def _without_bad_rows(states: States, packed: PackedRow, pack: Pack) -> tuple[Tensor, int]:
+    """Return the loss mask without rows whose states aren't all finite, and how many those are."""
+    finite_S = torch.stack([torch.isfinite(one).all(dim=1) for one in states if one is not None]).all(dim=0)
     if bool(finite_S.all()):
         return packed.loss_mask_S, 0
     loss_mask_S, finite_S = packed.loss_mask_S.clone(), finite_S.cpu()

@@ -41,10 +41,10 @@ class TrainResult:
         status: `finished`, or `stopped` on request: the same call resumes it.
         step: optimiser steps done in all.
         checkpoint: the newest one, which holds the result.
-        loss: of the last step.
+        loss: of the last step; None where none could be told.
         skipped_rows: rows left out because something wasn't finite.
         seconds: wall clock of its steps, resumed ones included; saving and waiting for data are left out.
-        halved: packs are split since an out-of-memory error.
+        halved: packs and their blocks are split since an out-of-memory error.
     """
 
     status: Literal["finished", "stopped"]

@@ -7,6 +7,7 @@ steps bit for bit.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -225,7 +226,8 @@ class Run:
 
     def _report(self, report: StepReport, metrics: MetricsWriter | None, key: str) -> None:
         sums, done = report.sums, self.progress
-        self._last_loss = sums["numerator"] / sums["weight"] if sums["weight"] else None
+        loss = sums["numerator"] / sums["weight"] if sums["weight"] else math.nan
+        self._last_loss = loss if math.isfinite(loss) else None  # JSON has no NaN
         accuracy, accuracy_L = sums.accuracy()
         row = {
             "step": done.step,

@@ -20,6 +20,8 @@ _MAY_CHANGE = frozenset(
         *("topology", "ramp_up"),
     }
 )
+# The same inside a table: in which order sums are made, and in which thread features.
+_MAY_CHANGE_INSIDE = {"loss": "chunk_blocks", "replay": "in_background"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +122,8 @@ def check_resumable(
             "The environment changed since the checkpoint, so the run may not go on as it was:\n"
             f"{difference_table(changes)}\nSet accept_env_change (--accept-env-change) to go on all the same."
         )
-    before, now = record["config"], config.model_dump(mode="json")
-    changed = [name for name in now if name not in _MAY_CHANGE and before.get(name) != now[name]]
+    before, now = _deciding(record["config"]), _deciding(config.model_dump(mode="json"))
+    changed = [name for name in now if before.get(name) != now[name]]
     if changed:
         pairs = ", ".join(f"{name}: {before.get(name)!r} -> {now[name]!r}" for name in changed)
         raise UsageError(
@@ -129,6 +131,15 @@ def check_resumable(
             "Use the old settings, or another run folder."
         )
     _check_identity(record.get("data"), identity, run)
+
+
+def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a resumed run must have as it began."""
+    kept = {name: value for name, value in config.items() if name not in _MAY_CHANGE}
+    for table, name in _MAY_CHANGE_INSIDE.items():
+        if isinstance(values := kept.get(table), Mapping):
+            kept[table] = {key: value for key, value in values.items() if key != name}
+    return kept
 
 
 def _check_identity(before: Mapping[str, Any] | None, identity: DataIdentity | None, run: Path) -> None:

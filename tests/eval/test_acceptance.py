@@ -73,6 +73,11 @@ def test_no_prompts_are_refused(speculator: Speculator) -> None:
         evaluate(speculator, [], DecodeOptions(5))
 
 
+def test_a_source_named_as_the_group_of_all_is_refused(speculator: Speculator) -> None:
+    with pytest.raises(UsageError, match=r"1 of 4 prompts, such as 'd', have the source 'overall'.*another name"):
+        evaluate(speculator, [*PROMPTS, Prompt("d", "overall", (3,))], DecodeOptions(5))
+
+
 def test_prompts_that_were_trained_on_are_refused(tmp_path: Path) -> None:
     table = pa.table(
         {

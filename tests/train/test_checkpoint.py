@@ -38,6 +38,15 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert CheckpointFolder(tmp_path / "none").latest() is None
 
 
+def test_a_damaged_one_that_was_put_aside_is_no_checkpoint(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for step in (99_999_999, 100_000_000):
+        folder.save(snapshot(step))
+    (tmp_path / "step-100000000").rename(tmp_path / "step-100000000.damaged")
+    assert [path.name for path in folder.paths()] == ["step-99999999"]
+    assert folder.save(snapshot(100_000_000)) == folder.latest()
+
+
 @pytest.mark.parametrize("name", [WEIGHTS, OPTIMIZER, RECORD])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_any_damage_is_found(tmp_path: Path, name: str, damage: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dflash.data.batches import LocalShards
 from dflash.data.row_reader import Row
@@ -19,11 +20,14 @@ from dflash.train import loop
 from dflash.train.checkpoint import load
 from dflash.train.config import LossConfig, OptimizerConfig, ReplayConfig, TrainConfig
 from dflash.train.curves import plot_metrics, read_metrics
-from dflash.train.engine import _SCALARS
+from dflash.train.engine import _SCALARS, Engine, StepReport, StepSums
 from dflash.train.hooks import Hooks, TrainResult
 from dflash.train.loop import Run
+from dflash.train.metrics import MetricsWriter
+from dflash.train.optim import scale_and_clip
 from dflash.train.stopping import stop_on_signal
 from dflash.train.world import World
+from tests.train.conftest import TinyTarget, write_rows
 
 MakeDrafter = Callable[[], Drafter]
 
@@ -136,7 +140,8 @@ def test_rows_with_bad_features_are_left_out_and_counted(
     with pytest.raises(TrainingError, match=r"the limit is 2.*is kept"):
         Run(config(max_skipped_rows=2, checkpoint_every=1), target, make_drafter(), source, tmp_path / "stop").train()
     kept = loop.CheckpointFolder(tmp_path / "stop" / loop.CHECKPOINTS).latest()
-    assert kept is None or all(torch.isfinite(value).all() for value in load(kept).weights.values())
+    assert kept is not None
+    assert all(torch.isfinite(value).all() for value in load(kept).weights.values())
 
 
 def test_a_bad_row_changes_nothing_for_the_others_of_its_pack(
@@ -163,6 +168,50 @@ def test_a_bad_row_changes_nothing_for_the_others_of_its_pack(
     found = gradients(pack.rows)
     assert (expected[0], found[0]) == (0, 1)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
+def test_final_states_that_are_not_finite_cost_their_own_row_alone(
+    tmp_path: Path, make_drafter: MakeDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last block of the row before looks up final states of the bad row, for slots that don't count."""
+    good, bad = list(range(1, 10)), list(range(20, 30))
+    target = TinyTarget()
+    real = target.features_and_final
+
+    def poisoned(ids_S: Tensor, *where: Tensor) -> tuple[Tensor, Tensor]:
+        features_SF, final_SH = real(ids_S, *where)
+        return features_SF, torch.where((ids_S >= 20)[:, None], torch.nan, final_SH)
+
+    monkeypatch.setattr(target, "features_and_final", poisoned)
+    shard = LocalShards.scan([write_rows(tmp_path / "shard.arrow", [good, bad])])
+    run = Run(config(num_anchors=100, loss=LossConfig(objective="kl")), target, make_drafter(), shard, tmp_path)
+    pack = next(loop.BatchOrder(0, 60, num_epochs=1).packs(shard))
+    rows = sorted(pack.rows, key=lambda row: row.key)
+
+    def step_of(chosen: list[Row]) -> tuple[float, float | None]:
+        sums = run.engine._accumulate([replace(pack, rows=tuple(chosen))], "fresh")
+        norm = scale_and_clip(run.engine.drafter.parameters(), sums["weight"], 1e9)
+        run.engine.optimizer.zero_grad()
+        return sums["skipped_rows"], float(norm)
+
+    alone, both = step_of(rows[:1]), step_of(rows)
+    assert (alone[0], both[0]) == (0, 1)
+    assert both[1] == pytest.approx(alone[1], rel=1e-4)
+
+
+def test_a_loss_that_is_no_number_is_null_in_the_metrics(
+    tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards
+) -> None:
+    run = Run(config(), target, make_drafter(), source, tmp_path)
+    sums = StepSums(3, torch.device("cpu"))
+    sums.add(numerator=float("nan"), weight=2.0)
+    seen: list[dict[str, Any]] = []
+    run._hooks = Hooks(on_step=seen.append)
+    metrics = MetricsWriter(tmp_path, 0)
+    run._report(StepReport(sums, None, 0.1), metrics, "fresh")
+    metrics.close()
+    assert seen[0]["loss"] is None
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_non_finite_gradient_skips_the_step(
@@ -193,6 +242,25 @@ def test_out_of_memory_halves_packs_once_then_stops(
     target.out_of_memory_above = 10
     with pytest.raises(TrainingError, match=r"halved already.*dflash plan"):
         Run(config(num_epochs=1), target, make_drafter(), source, tmp_path / "never").train()
+
+
+def test_a_halved_step_has_as_many_blocks_as_before_in_halves(
+    tmp_path: Path, target: Any, make_drafter: MakeDrafter, source: LocalShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(config(num_anchors=8), target, make_drafter(), source, tmp_path)
+    pack = max(loop.BatchOrder(0, 60, num_epochs=1).packs(source), key=lambda pack: pack.num_tokens)
+    blocks: list[int] = []
+    real = run.engine._draft
+
+    def draft(packed: Any, anchor_N: torch.Tensor, features_SF: torch.Tensor) -> Any:
+        blocks.append(len(anchor_N))
+        return real(packed, anchor_N, features_SF)
+
+    monkeypatch.setattr(Engine, "_draft", lambda _, *given: draft(*given))
+    run.engine._accumulate([pack], "fresh")
+    run.engine.halved = True
+    run.engine._accumulate([pack], "fresh")
+    assert blocks == [8, 4, 4]
 
 
 def test_all_ranks_halve_their_packs_when_one_had_to(
@@ -280,6 +348,11 @@ def test_other_settings_or_another_environment_are_refused_on_resume(
     Run(config(max_steps=2), target, make_drafter(), source, tmp_path).train()
     with pytest.raises(UsageError, match="num_anchors: 6 -> 7"):
         Run(config(max_steps=2, num_anchors=7), target, make_drafter(), source, tmp_path)
+    # What an out-of-memory error advises for a run that is to go on.
+    smaller = {"loss": LossConfig(chunk_blocks=4), "recompute": True}
+    assert Run(config(max_steps=2, **smaller), target, make_drafter(), source, tmp_path).progress.step == 2
+    with pytest.raises(UsageError, match=r"loss: .*gamma"):
+        Run(config(max_steps=2, loss=LossConfig(gamma=3)), target, make_drafter(), source, tmp_path)
     now = loop.fingerprint() | {"torch": "99.0"}
     monkeypatch.setattr(loop, "fingerprint", lambda: now)
     with pytest.raises(TrainingError, match=r"torch +\| [0-9.+cpu]+ +\| 99.0"):
