@@ -12,7 +12,7 @@ import msgspec
 from dflash.data.discovery import SUCCESS
 from dflash.data.quality_report import printable
 from dflash.data.strict_json import parse_json
-from dflash.errors import ObjectNotFoundError, RecordError, StorageError
+from dflash.errors import ObjectNotFoundError, PreconditionError, RecordError, StorageError
 from dflash.generate.looks import LOOP_RATIO, BatchCounts, Place
 from dflash.generate.outcome import Outcome
 from dflash.storage import Store
@@ -114,10 +114,19 @@ def _failures_of(store: Store) -> Failures | None:
 
 
 def save_report(store: Store, report: BatchReport) -> None:
-    """Keep the report in the batch, over an earlier one."""
+    """Keep the report in the batch, over an earlier one; of runs that do so at once the last one's stays."""
     data = msgspec.json.format(msgspec.json.encode(report.to_json()), indent=2) + b"\n"
     for key, content in ((_REPORT_JSON, data), (_REPORT_MARKDOWN, render_markdown(report).encode())):
+        while not _replaced(store, key, content):
+            continue  # each time another run has put its own
+
+
+def _replaced(store: Store, key: str, content: bytes) -> bool:
+    try:
         store.replace(key, content, if_match=_etag(store, key))
+    except PreconditionError:
+        return False
+    return True
 
 
 def _etag(store: Store, key: str) -> str | None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from dflash.generate.report import assess_batch, render_markdown, save_report
 from dflash.storage import open_store
 from tests.generate.conftest import MakeRun, generate
 from tests.generate.stub_server import Stub, answer, serving
+from tests.storage.faults import FaultPlan, FaultStore
 
 TEXT = "A whole answer with words of its own."
 
@@ -97,6 +100,30 @@ def test_the_report_shows_the_worst_and_holds_no_markup_of_records(tmp_path: Pat
     save_report(log.store, report)
     save_report(log.store, report)
     assert (tmp_path / "batch" / "_report.md").read_text() == text
+
+
+def test_two_runs_that_keep_their_report_at_once_both_go_on(tmp_path: Path, make_run: MakeRun) -> None:
+    with serving(Stub()) as stub:
+        generate(make_run(stub, 3), tmp_path / "work")
+    store = open_store(str(tmp_path / "batch"))
+    log = BatchLog(store)
+    log.load()
+    report = assess_batch(store, log.counts)
+    save_report(store, replace(report, prompt_tokens=7))
+
+    class Raced(FaultPlan):
+        def run(self, call: str, operation: Callable[[], Any]) -> Any:
+            if call not in self.calls:
+                self.calls.append(call)
+                key = call.split()[-1]
+                store.replace(key, b"another run's", if_match=store.head(key).etag)
+            return operation()
+
+    plan = Raced()
+    save_report(FaultStore(store, plan), report)  # looks for the ETag, is overtaken, looks again
+    assert plan.calls == ["replace _report.json", "replace _report.md"]
+    assert json.loads((tmp_path / "batch" / "_report.json").read_text())["prompt_tokens"] == report.prompt_tokens
+    assert (tmp_path / "batch" / "_report.md").read_text() == render_markdown(report)
 
 
 def test_the_report_has_the_rate_of_failures(tmp_path: Path, make_run: MakeRun) -> None:
