@@ -3,7 +3,7 @@
     python benchmarks/generate.py [--prompts 10000] [--json]
 
 Rows: `instant` against a server that answers at once (the client is the bottleneck); `slots` and `slots, faulty`
-against one that works on 64 requests at a time (the server is), without and with 5 % resets, 2 % 429, 1 % hangs, 1 %
+against one that works on 32 requests at a time (the server is), without and with 5 % resets, 2 % 429, 1 % hangs, 1 %
 truncated JSON and 0.5 % empty answers. A faulty request takes its slot as well, so 9.5 % of the server's time is lost.
 """
 
