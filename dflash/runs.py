@@ -10,6 +10,8 @@ from dflash.storage import join_uri
 from dflash.train.run import TrainRun
 
 EXPORTS, RELEASED = "exports", "released.json"
+# On which an export's files are decoded beside the checkpoint: they show a fault of rounding, and cost little.
+REMEASURED_PROMPTS = 2
 
 
 class DrafterRun(RunModel):
@@ -68,5 +70,7 @@ class DrafterRun(RunModel):
             output=join_uri(self.run.output, manifest, EXPORTS, f"{weights_sha256[:16]}-{self.export_format}"),
             format=self.export_format,
             target=self.run.target,
+            prompts=self.prompts,
+            num_prompts=REMEASURED_PROMPTS,
             trust_remote_code=self.run.trust_remote_code,
         )

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -15,7 +15,7 @@ from dflash.errors import GateError, ModelError, UsageError
 from dflash.eval.acceptance import evaluate
 from dflash.eval.config import EXPORT_CONFIG, DecodeConfig, EvaluateRun, ExportRun
 from dflash.eval.job import decode_options, load_speculator
-from dflash.eval.model_card import CARD, Remeasured, model_card
+from dflash.eval.model_card import CARD, Remeasured, is_card_of, model_card
 from dflash.eval.prompts import read_prompts
 from dflash.eval.record import EvaluationRecord, read_evaluation
 from dflash.eval.speculate import Speculator
@@ -25,6 +25,9 @@ from dflash.model.features import Target
 from dflash.model.speculators_layout import Verifier
 from dflash.storage import S3Credentials, Store, open_store
 from dflash.train.checkpoint_record import WEIGHTS
+from dflash.train.newest import newest_record
+
+_MAX_CARD_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,20 @@ def export_run(run: ExportRun, credentials: S3Credentials | None, cache: Path) -
     assert subject.step is not None
     tau = None if evaluation is None else evaluation.tau
     return ExportResult(output.uri, run.format, subject.step, files, tau, job.remeasured)
+
+
+def is_exported(run: ExportRun, credentials: S3Credentials | None) -> bool:
+    """Whether the output already holds this very export, whole; an export of something else is none.
+
+    Raises:
+        UsageError: there is no checkpoint.
+    """
+    output = open_store(run.output, credentials)
+    if not {EXPORT_CONFIG, CARD} <= {info.key for info in output.list()}:
+        return False
+    _, record = newest_record(run.checkpoint, credentials)
+    card = output.read(CARD, max_bytes=_MAX_CARD_BYTES).decode(errors="replace")
+    return is_card_of(card, run, str(record["files"].get(WEIGHTS)))
 
 
 @dataclass(slots=True)

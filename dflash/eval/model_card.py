@@ -15,6 +15,7 @@ from dflash.model.layout import trainable_parameters
 
 CARD: Final = "README.md"
 _UNKNOWN: Final = "not recorded"
+_LAYOUT, _DIGEST = "weights", "weights SHA-256 (checkpoint)"  # rows that say which export a card belongs to
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,15 @@ def model_card(
     return "\n".join(_lines(run, subject, evaluation, target or _UNKNOWN, remeasured)) + "\n"
 
 
+def is_card_of(card: str, run: ExportRun, weights_sha256: str) -> bool:
+    """Whether a card says that its folder is this very export: the weights, their dtype and layout."""
+    return all(row in card for row in (f"| {_LAYOUT} | {_layout(run)} |", f"| {_DIGEST} | {weights_sha256} |"))
+
+
+def _layout(run: ExportRun) -> str:
+    return f"{run.dtype}, layout {run.format}"
+
+
 def _lines(
     run: ExportRun, subject: Subject, evaluation: EvaluationRecord | None, target: str, remeasured: Remeasured | None
 ) -> Iterator[str]:
@@ -62,7 +72,7 @@ def _lines(
             "sliding window": str(config.sliding_window),
             "target layers (0-based)": ", ".join(map(str, config.target_layer_ids)),
             "mask token id": str(config.mask_token_id),
-            "weights": f"{run.dtype}, layout {run.format}",
+            _LAYOUT: _layout(run),
         }
     )
     yield from ("", "## Trained on", "")
@@ -91,7 +101,7 @@ def _training(subject: Subject, data: Mapping[str, Any]) -> dict[str, str]:
         "learning rate": str(optimizer.get("learning_rate", _UNKNOWN)),
         "pack": f"{train.get('pack_tokens', _UNKNOWN)} tokens, {train.get('num_anchors', _UNKNOWN)} anchors",
         "seed": str(train.get("seed", _UNKNOWN)),
-        "weights SHA-256 (checkpoint)": subject.weights_sha256,
+        _DIGEST: subject.weights_sha256,
     }
 
 

@@ -10,7 +10,7 @@ import torch
 
 from dflash.errors import GateError, ModelError, UsageError
 from dflash.eval.config import DecodeConfig, EvaluateRun, ExportRun
-from dflash.eval.export_job import export_run
+from dflash.eval.export_job import export_run, is_exported
 from dflash.eval.job import evaluate_run
 from dflash.model.export import load_drafter
 from dflash.storage import S3Store
@@ -47,6 +47,11 @@ def test_an_evaluated_checkpoint_is_exported_with_its_card(small_run: SmallRun, 
         "On 3 prompts tau was",
     ):  # fmt: skip
         assert part in card, part
+    assert is_exported(run, None)
+    assert not is_exported(export_of(small_run, tmp_path / "none"), None)
+    assert not is_exported(run.model_copy(update={"format": "vllm"}), None)
+    small_run.save(8, seed=8)
+    assert not is_exported(run, None), "the output holds an export of older weights"
     evaluated_again = EvaluateRun(
         checkpoint=str(tmp_path / "out"), target=str(small_run.target), prompts=str(small_run.prompts),
         decode=DecodeConfig(max_new_tokens=6),

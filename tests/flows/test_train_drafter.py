@@ -76,4 +76,5 @@ def test_each_version_has_its_own_run_folder_and_each_drafter_its_own_export() -
     exports = [asked.export("s3://bucket/c", "v000002-abc", digest * 64) for digest in "ab"]
     places = [export.output for export in exports if export is not None]
     assert places == [f"s3://bucket/drafters/v000002-abc/exports/{digest * 16}-vllm" for digest in "ab"]
+    assert {(export.prompts, export.num_prompts) for export in exports if export is not None} == {(asked.prompts, 2)}
     assert config(export_format=None).export("s3://bucket/c", "v000002-abc", "a" * 64) is None
