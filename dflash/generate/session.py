@@ -185,7 +185,8 @@ class GenerateSession:
             only = self._failed_before() if self.run.only_failed else None
             pool = EndpointPool(self.run.endpoints, self.run.max_in_flight)
             engine = Engine(self.run, Client(session, dialect, self.run.request_timeout_s), pool, self, self.stop)
-            show = functools.partial(self._tick, engine, pool, RateMeter(), time.monotonic())
+            num_before = len(self._list.ids) - len(self._list.unasked())
+            show = functools.partial(self._tick, engine, pool, RateMeter(), time.monotonic(), num_before)
             self._uploads = Uploads(self.log, self._spool)
             try:
                 requests = self._list.requests(model, only)
@@ -254,12 +255,12 @@ class GenerateSession:
         data = self._spool.failures()
         return join_uri(self.run.batch, self.log.put_failures(data)) if data else None
 
-    def _tick(self, engine: Engine, pool: EndpointPool, meter: RateMeter, start: float) -> None:
+    def _tick(self, engine: Engine, pool: EndpointPool, meter: RateMeter, start: float, num_before: int) -> None:
         tally, now = engine.tally, time.monotonic()
         records_per_s, tokens_per_s = meter.rates(now, tally.num_new, tally.num_tokens)
         self._tell(
             step="generating",
-            num_done=min(len(self._list.ids), len(self.log.done) + self._spool.num_open),
+            num_done=min(len(self._list.ids), num_before + tally.num_new),
             num_new=tally.num_new,
             num_failed=tally.num_failed,
             in_flight=pool.in_flight,

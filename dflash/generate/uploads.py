@@ -35,10 +35,13 @@ class Uploads:
             StorageError: of the upload, or whatever the work raises.
         """
         task = asyncio.create_task(work)
-        await asyncio.wait([task, self._task], return_when=asyncio.FIRST_COMPLETED)
-        if self._task.done() and not task.done():
+        try:
+            await asyncio.wait([task, self._task], return_when=asyncio.FIRST_COMPLETED)
+        finally:  # no record may come behind the last part that `finish` makes
+            has_failed = not task.done()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        if has_failed:
             self._task.result()
         await task
 

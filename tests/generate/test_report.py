@@ -115,7 +115,7 @@ def test_two_runs_that_keep_their_report_at_once_both_go_on(tmp_path: Path, make
         def run(self, call: str, operation: Callable[[], Any]) -> Any:
             if call not in self.calls:
                 self.calls.append(call)
-                key = call.split()[-1]
+                key = call.rsplit(maxsplit=1)[-1]
                 store.replace(key, b"another run's", if_match=store.head(key).etag)
             return operation()
 

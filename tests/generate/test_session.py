@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+import dflash.generate.session as session_module
 from dflash.config import MergeRun, RefreshRun, TokenizeRun
 from dflash.data.dataset import DatasetRoot
 from dflash.data.discovery import find_batches
 from dflash.errors import DatasetError, ServiceError, UsageError
 from dflash.generate.config import GenerateRun
+from dflash.generate.progress import GenerateProgress
 from dflash.generate.session import GenerateSession
 from dflash.storage import open_store
 from tests.generate.conftest import MakeRun, completions, generate, prompt, records, write_prompts
 from tests.generate.stub_server import FAULTS, Answer, Stub, answer, serving, unused_url
+from tests.storage.faults import FaultPlan, FaultStore
 
 
 def aborting(question: str) -> Answer:
@@ -209,6 +213,33 @@ def test_work_goes_to_the_endpoint_that_lives(tmp_path: Path, make_run: MakeRun)
         both = run.model_copy(update={"endpoints": (unused_url(), stub.url)})
         assert generate(both, tmp_path / "work").num_failed == 0
     assert {record["server"] for record in records(tmp_path / "batch")} == {stub.url}
+
+
+def test_the_number_of_done_prompts_never_falls_back(
+    tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records are done while their part is still on its way to a slow store, and so are those of earlier runs."""
+
+    class Slow(FaultPlan):
+        def run(self, call: str, operation: Callable[[], Any]) -> Any:
+            time.sleep(0.7 if call.startswith("put_if_absent part") else 0)
+            return operation()
+
+    seen: list[GenerateProgress] = []
+    with serving(Stub(answer=aborting("question 24"))) as stub:
+        run = make_run(stub, 25, max_attempts=1)
+        with pytest.raises(DatasetError, match="1 of 25"):
+            generate(run, tmp_path / "work")
+        stub.answer, stub.slots, stub.service_s = answer, 2, 0.12
+        write_prompts(Path(run.prompts), [prompt(number) for number in range(44)])
+        monkeypatch.setattr(session_module, "open_store", lambda uri, *_: FaultStore(open_store(uri), Slow()))
+        with GenerateSession(run, None, tmp_path / "work", listener=seen.append) as session:
+            session.plan()
+            session.generate()
+    counts = [(one.num_done, one.num_new) for one in seen if one.step == "generating"]
+    assert len(counts) > 2
+    assert counts[-1] == (44, 20)
+    assert {done - new for done, new in counts} == {24}
 
 
 def test_the_key_is_sent_and_kept_nowhere(tmp_path: Path, make_run: MakeRun) -> None:
