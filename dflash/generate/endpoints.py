@@ -4,6 +4,9 @@ The limit of an endpoint follows its answers by windows: a window in which more 
 back-pressure (429, 503, time-outs) shrinks it by 30 %; one with less than a twentieth lets it grow, by doubling until
 the first shrinking, by 5 % afterwards. Single refusals are noise and change nothing: at 2 % of them, halving on each
 (as TCP does) would leave about a dozen requests in flight.
+
+A server that breaks or refuses every time (a restart behind a proxy looks like that) rests, longer and longer, and is
+then asked by one request: prompts would use up their tries on it within a minute.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class Endpoint:
         limit: requests that it may have now.
         in_flight: requests that it has.
         resting_until: it gets nothing before this time (of the loop's clock).
-        last_answer: when it last answered, be it with a refusal.
+        last_answer: when it last answered, be it with a refusal among answers.
     """
 
     url: str
@@ -45,6 +48,7 @@ class Endpoint:
     last_answer: float = 0.0
     _cool_down_s: float = FIRST_COOL_DOWN_S
     _faults_in_a_row: int = 0
+    _refused_in_a_row: int = 0
     _tried: int = 0
     _pressed: int = 0
     _peak: int = 0
@@ -58,11 +62,21 @@ class Endpoint:
         """Whether the last tries all met a broken connection or server."""
         return self._faults_in_a_row >= FAULTS_IN_A_ROW
 
+    @property
+    def is_refusing(self) -> bool:
+        """Whether the last tries, as many as it may have at a time, were all refused as too much."""
+        return self._refused_in_a_row >= max(MIN_WINDOW, self.limit)
+
+    @property
+    def is_out(self) -> bool:
+        """Whether nothing can be hoped of it now; one that refuses may still work at what it took before."""
+        return self.is_broken or (self.is_refusing and not self.in_flight)
+
     def free(self, now: float) -> float:
         """Requests that it can take; after a rest one alone, as a probe."""
         if now < self.resting_until:
             return 0
-        limit = 1.0 if self.is_broken else self.limit
+        limit = 1.0 if self.is_broken or self.is_refusing else self.limit
         return limit - self.in_flight
 
     def take(self) -> None:
@@ -80,14 +94,18 @@ class Endpoint:
             self._adapt()
 
     def _note_health(self, failure: Failure | None, now: float) -> None:
-        if failure is None or not failure.is_fault:
-            self.last_answer = now
-            self._faults_in_a_row, self._cool_down_s = 0, FIRST_COOL_DOWN_S
-            return
-        self._faults_in_a_row += 1
-        if self.is_broken and now >= self.resting_until:
-            self.resting_until = now + self._cool_down_s
-            self._cool_down_s = min(MAX_COOL_DOWN_S, 2 * self._cool_down_s)
+        if failure is not None and failure.is_fault:
+            self._faults_in_a_row, self._refused_in_a_row = self._faults_in_a_row + 1, 0
+        elif failure is not None and failure.is_pressure:
+            self._faults_in_a_row, self._refused_in_a_row = 0, self._refused_in_a_row + 1
+        else:
+            self._faults_in_a_row, self._refused_in_a_row = 0, 0
+        if failure is not None and (self.is_broken or self.is_refusing):
+            if now >= self.resting_until:
+                self.resting_until = now + max(self._cool_down_s, failure.retry_after_s)
+                self._cool_down_s = min(MAX_COOL_DOWN_S, 2 * self._cool_down_s)
+        elif not self._faults_in_a_row:
+            self.last_answer, self._cool_down_s = now, FIRST_COOL_DOWN_S
 
     def _adapt(self) -> None:
         share = self._pressed / self._tried

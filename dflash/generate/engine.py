@@ -107,7 +107,7 @@ class Engine:
         while True:
             on_tick()
             silent = self._pool.silent_s(asyncio.get_running_loop().time())
-            if silent > self._run.max_outage_s and self._pool_is_broken():
+            if silent > self._run.max_outage_s and all(endpoint.is_out for endpoint in self._pool.endpoints):
                 self._fault = (
                     f"No endpoint has answered for {silent:.0f} s ({', '.join(self._run.endpoints)}); failed tries: "
                     f"{dict(self.tally.kinds)}. What is done is kept: start the servers and run this again."
@@ -117,9 +117,6 @@ class Engine:
                     worker.cancel()
                 return
             await asyncio.sleep(TICK_S)
-
-    def _pool_is_broken(self) -> bool:
-        return all(endpoint.is_broken for endpoint in self._pool.endpoints)
 
     async def _work(self, requests: Iterator[Request]) -> None:
         while (job := await self._next(requests)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 from dflash.generate.answers import Failure
 from dflash.generate.endpoints import FAULTS_IN_A_ROW, Endpoint, EndpointPool
@@ -35,10 +36,12 @@ def test_a_few_refusals_are_noise() -> None:
 
 def test_the_limit_settles_where_the_server_stops_refusing() -> None:
     endpoint = Endpoint("a", 1000)
-    for _ in range(6000):
-        while endpoint.free(0) >= 1:
+    for number in range(6000):
+        now = number / 100
+        while endpoint.free(now) >= 1:
             endpoint.take()
-        endpoint.finish(BUSY if endpoint.in_flight > 100 else None, 0)
+        if endpoint.in_flight:
+            endpoint.finish(BUSY if endpoint.in_flight > 100 else None, now)
     assert 60 <= endpoint.limit <= 150
 
 
@@ -57,6 +60,28 @@ def test_a_dead_endpoint_rests_longer_and_longer_and_is_probed_by_one() -> None:
     endpoint.finish(None, 3.2)
     assert not endpoint.is_broken
     assert endpoint.free(3.2) > 1
+
+
+def test_an_endpoint_that_refuses_all_rests_and_is_probed_by_one() -> None:
+    endpoint = Endpoint("a", 64)
+    go(endpoint, [None], now=1.0)
+    go(endpoint, [BUSY] * 40, now=2.0)
+    assert not endpoint.is_refusing
+    go(endpoint, [BUSY] * 23, now=2.0)
+    go(endpoint, [BUSY], now=3.0)
+    assert endpoint.is_refusing
+    assert not endpoint.is_out, "it may still work at what it took"
+    while endpoint.in_flight:
+        endpoint.finish(BUSY, 3.1)
+    assert (endpoint.is_out, endpoint.last_answer) == (True, 2.0)
+    assert (endpoint.free(3.9), endpoint.free(4.1)) == (0, 1)
+    endpoint.take()
+    endpoint.finish(replace(BUSY, retry_after_s=7.0), 4.1)
+    assert (endpoint.free(11.0), endpoint.free(11.2)) == (0, 1)
+    endpoint.take()
+    endpoint.finish(None, 11.2)
+    assert (endpoint.is_out, endpoint.last_answer) == (False, 11.2)
+    assert endpoint.free(11.2) > 1
 
 
 def test_waiters_wake_when_a_rest_ends() -> None:
