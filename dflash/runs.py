@@ -5,7 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from dflash.config import RunModel
-from dflash.eval.config import DecodeConfig, EvaluateRun, ExportFormat, ExportRun
+from dflash.eval.config import DecodeConfig, EvaluateRun, ExportRun
+from dflash.model.layout import ExportFormat
 from dflash.storage import join_uri
 from dflash.train.run import TrainRun
 

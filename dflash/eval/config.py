@@ -7,8 +7,7 @@ from typing import Any, Final, Literal
 from pydantic import Field
 
 from dflash.config import RunModel
-
-ExportFormat = Literal["sglang", "vllm", "speculators"]
+from dflash.model.layout import ExportFormat
 
 # Written last: an export with it is whole.
 EXPORT_CONFIG: Final = "config.json"

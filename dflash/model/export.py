@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,10 +25,9 @@ from torch import Tensor
 from dflash.errors import ModelError
 from dflash.model.attention import Backend
 from dflash.model.drafter import Drafter
-from dflash.model.layout import DrafterConfig, tensor_shapes
+from dflash.model.layout import DrafterConfig, ExportFormat, tensor_shapes
 from dflash.model.speculators_layout import Verifier, from_speculators, to_speculators
 
-ExportFormat = Literal["sglang", "vllm", "speculators"]
 Describe = Callable[[Path], Mapping[str, str]]
 
 # What the speculators layout ships beside the drafter's own tensors.

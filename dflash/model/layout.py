@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from dflash.errors import ModelError, UsageError
 
 LayerType = Literal["sliding_attention", "full_attention"]
+ExportFormat = Literal["sglang", "vllm", "speculators"]
 MAX_LAYERS = 1024  # far above any drafter; a damaged config.json must not allocate by its numbers
 
 

@@ -21,7 +21,7 @@ from dflash.data.copying import put_current
 from dflash.errors import IntegrityError, ObjectNotFoundError
 from dflash.manifest import sha256_hex
 from dflash.storage import Store
-from dflash.train.checkpoint_record import RECORD, read_record
+from dflash.train.checkpoint_record import OPTIMIZER, RECORD, WEIGHTS, read_record
 from dflash.train.curves import METRICS, metrics_until
 
 _STEP = re.compile(r"step-(\d{8,})/checkpoint\.json")
@@ -67,14 +67,20 @@ class CheckpointStore:
         """Download a checkpoint into `folder`, as the loop writes it; return its path.
 
         Raises:
-            IntegrityError: a part of it is missing or damaged.
+            IntegrityError: a part of it is missing or damaged, or it names other files.
         """
         final, building = folder / f"step-{step:08d}", folder / f".fetching-{step:08d}"
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         try:
             self.store.download(f"{_folder(step)}/{RECORD}", building / RECORD)
-            for name, sha256 in read_record(building)["files"].items():
+            files = read_record(building)["files"]
+            if set(files) != {WEIGHTS, OPTIMIZER}:  # before they become paths
+                raise IntegrityError(
+                    f"Checkpoint {step} of {self.store.uri} names the files {sorted(files)}, expected {WEIGHTS} and "
+                    f"{OPTIMIZER}. Resume from an older one: remove its {RECORD}."
+                )
+            for name, sha256 in files.items():
                 self.store.download(f"{_folder(step)}/{sha256}.{name}", building / name, sha256=sha256)
         except ObjectNotFoundError as error:
             raise IntegrityError(

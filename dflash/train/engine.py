@@ -277,7 +277,7 @@ class Engine:
 
     @property
     def _num_anchors(self) -> int:
-        """Blocks of a micro-batch; a half has half of them: they are most of its memory, and a step keeps them all."""
+        """Blocks of a micro-batch: a half has half of them, also the one half of a row that can't be split."""
         return -(-self.config.num_anchors // 2) if self.halved else self.config.num_anchors
 
     def _autocast(self) -> Any:

@@ -9,7 +9,7 @@ import torch
 from dflash.errors import IntegrityError, StorageError
 from dflash.storage import LocalStore
 from dflash.train.checkpoint import CheckpointFolder, Snapshot, load
-from dflash.train.checkpoint_record import RECORD
+from dflash.train.checkpoint_record import RECORD, WEIGHTS, record_digest
 from dflash.train.checkpoint_store import CheckpointStore
 from dflash.train.curves import METRICS, read_metrics
 from tests.storage.faults import FaultPlan, FaultStore
@@ -72,6 +72,18 @@ def test_a_step_that_was_trained_again_replaces_its_record_and_never_mixes(tmp_p
     assert len(names) == 4, names
     mirror.fetch_metrics(5, tmp_path / "back")
     assert read_metrics(tmp_path / "back") == [{"step": 1, "loss": 3}]
+
+
+def test_a_record_that_names_other_files_leads_nowhere(tmp_path: Path) -> None:
+    mirror = CheckpointStore(LocalStore(str(tmp_path / "there")), keep=3)
+    mirror.upload(save(tmp_path / "run", 5))
+    path = tmp_path / "there" / "step-00000005" / RECORD
+    record = json.loads(path.read_text())["record"]
+    record["files"]["../../elsewhere"] = record["files"][WEIGHTS]
+    path.write_text(json.dumps({"sha256": record_digest(record), "record": record}))
+    with pytest.raises(IntegrityError, match=r"names the files \['\.\./\.\./elsewhere', .*expected model.safetensors"):
+        mirror.fetch(5, tmp_path / "back")
+    assert not list((tmp_path / "back").glob("step-*"))
 
 
 def test_a_checkpoint_with_a_missing_or_altered_part_is_refused(tmp_path: Path) -> None:
