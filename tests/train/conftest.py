@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +13,7 @@ from torch import Tensor
 from dflash.data.batches import LocalShards
 from dflash.model.drafter import Drafter
 from dflash.model.layout import DrafterConfig
+from dflash.train.config import OptimizerConfig, TrainConfig
 
 VOCAB, HIDDEN, LAYERS = 37, 16, 2
 
@@ -76,6 +78,17 @@ def write_rows(path: Path, rows: Sequence[Sequence[int]], prompt: int = 2) -> Pa
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table)
     return path
+
+
+def config(**fields: Any) -> TrainConfig:
+    base: dict[str, Any] = {
+        "pack_tokens": 40,
+        "num_anchors": 6,
+        "num_epochs": 3,
+        "checkpoint_every": 1000,
+        "optimizer": OptimizerConfig(learning_rate=3e-3),
+    }
+    return TrainConfig(**base | fields)
 
 
 @pytest.fixture
