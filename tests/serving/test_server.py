@@ -9,22 +9,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import openai
 import pytest
+import torch
 
 from dflash.data.tokenizer import load_tokenizer
 from dflash.errors import UsageError
 from dflash.generate.config import GenerateRun, SamplingOptions
+from dflash.model.drafter import Drafter
+from dflash.model.export import ExportOptions, export_drafter
+from dflash.model.features import Target
+from dflash.model.layout import DrafterConfig
 from dflash.serving.server import CLOSE_S, GRACE_S, ServeOptions, serve
 from tests.generate.conftest import completions, generate, prompt, write_prompts
 
 
-@pytest.fixture(scope="module")
-def server(tiny_target: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    command = [str(Path(sys.executable).with_name("dflash")), "serve", str(tiny_target), "--port", "0"]
+@contextmanager
+def serving(target: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    command = [str(Path(sys.executable).with_name("dflash")), "serve", str(target), "--port", "0", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -33,6 +41,12 @@ def server(tiny_target: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def server(tiny_target: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    with serving(tiny_target) as started:
+        yield started
 
 
 def test_it_answers_the_official_client_and_a_whole_generation(
@@ -72,6 +86,37 @@ def test_it_answers_the_official_client_and_a_whole_generation(
     for one in completions(tmp_path / "batch"):
         assert one.prompt_token_ids
         assert one.output_tokens == len(one.output_token_ids or ())
+
+
+def complete(url: str, **fields: Any) -> dict[str, Any]:
+    asked = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 12, "temperature": 0}
+    body = json.dumps(asked | {"return_token_ids": True} | fields).encode()
+    request = Request(f"{url}/chat/completions", body, {"content-type": "application/json"})  # noqa: S310 (loopback)
+    with urlopen(request, timeout=60) as reply:  # noqa: S310
+        found: dict[str, Any] = json.load(reply)
+    return found
+
+
+def test_a_drafter_drafts_the_same_answer_and_its_tau_is_told(
+    server: tuple[str, subprocess.Popen[str]], tiny_target: Path, tmp_path: Path
+) -> None:
+    target = Target.load(str(tiny_target), (0,))
+    config = DrafterConfig.for_target(
+        target.text_config, mask_token_id=16, num_hidden_layers=1, block_size=4, target_layer_ids=(0,)
+    )
+    drafter = Drafter(config)
+    drafter.initialize(torch.Generator().manual_seed(2), std=0.2)
+    export_drafter(drafter, tmp_path / "drafter", ExportOptions("sglang"))
+    plain = complete(server[0])
+    assert plain["dflash"].keys() == {"seconds", "tokens_per_s"}
+    with serving(tiny_target, "--drafter", str(tmp_path / "drafter")) as (url, _):
+        drafted = complete(url)
+        told = drafted["dflash"]
+        assert "tau" not in complete(url, top_k=3)["dflash"], "what the drafter can't do the target does alone"
+    assert drafted["choices"] == plain["choices"]
+    assert told["speculative"] is True
+    assert told["rounds"] >= 1
+    assert 1 <= told["tau"] <= 4, "a block has four tokens"
 
 
 def test_a_stopping_server_waits_for_nobody_long(server: tuple[str, subprocess.Popen[str]]) -> None:
