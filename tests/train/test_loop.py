@@ -21,6 +21,7 @@ from dflash.train.engine import StepReport, StepSums
 from dflash.train.hooks import Hooks, TrainResult
 from dflash.train.loop import Run
 from dflash.train.metrics import MetricsWriter
+from dflash.train.resume import check_resumable
 from dflash.train.stopping import stop_on_signal
 from tests.train.conftest import config
 
@@ -224,3 +225,14 @@ def test_other_settings_or_another_environment_are_refused_on_resume(
         Run(config(max_steps=3), target, make_drafter(), source, tmp_path)
     accepted = Run(config(max_steps=3, accept_env_change=True), target, make_drafter(), source, tmp_path).train()
     assert accepted.step == 3
+
+
+def test_how_it_is_computed_may_change_and_what_is_computed_may_not() -> None:
+    began = config(replay=ReplayConfig(max_bytes=10)).model_dump(mode="json")
+    record = {"environment": {}, "config": began}
+    other = {"loss": LossConfig(chunk_blocks=1), "recompute": True, "attention": "dense"}
+    check_resumable(record, config(replay=ReplayConfig(max_bytes=10, in_background=True), **other), None, {}, Path("r"))
+    with pytest.raises(UsageError, match=r"replay: \{'max_bytes': 10.* -> \{'max_bytes': 20"):
+        check_resumable(record, config(replay=ReplayConfig(max_bytes=20)), None, {}, Path("r"))
+    with pytest.raises(UsageError, match=r"loss: None -> "):
+        check_resumable(record | {"config": began | {"loss": None}}, config(), None, {}, Path("r"))
