@@ -6,10 +6,8 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,19 +26,7 @@ from dflash.model.features import Target
 from dflash.model.layout import DrafterConfig
 from dflash.serving.server import CLOSE_S, GRACE_S, ServeOptions, serve
 from tests.generate.conftest import completions, generate, prompt, write_prompts
-
-
-@contextmanager
-def serving(target: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    command = [str(Path(sys.executable).with_name("dflash")), "serve", str(target), "--port", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield json.loads(process.stdout.readline())["url"], process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+from tests.serving.server_process import serving
 
 
 @pytest.fixture(scope="module")
