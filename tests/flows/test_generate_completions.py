@@ -51,20 +51,22 @@ def test_a_batch_its_event_and_its_second_chance(tmp_path: Path) -> None:
         artifacts = client.read_artifacts(artifact_filter=wanted)
         assert {"markdown", "progress"} == {artifact.type for artifact in artifacts}
         assert any("12/12 done" in str(artifact.description) for artifact in artifacts)
-        names = _events(client)
-    assert {"generation.batch.first", "generation.batch.second"} <= names
+        told = _completed(client)
+    assert told["generation.batch.first"] == {"batch": run.batch, "records": 12, "failed": 0}
+    assert told["generation.batch.second"] == {"batch": fresh.batch, "records": 12, "failed": 0}
 
 
-def _events(client: Any) -> set[str]:
-    """Resources of the events that reached the server."""
+def _completed(client: Any) -> dict[str, Any]:
+    """Payloads of the events that reached the server, by resource."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        answered = client._client.post("/events/filter", json={"filter": {"event": {"prefix": ["generation."]}}})
-        names = {event["resource"]["prefect.resource.id"] for event in answered.json()["events"]}
-        if len(names) >= 2:
-            return names
+        wanted = {"filter": {"event": {"name": ["generation.batch.completed"]}}}
+        events = client._client.post("/events/filter", json=wanted).json()["events"]
+        told = {event["resource"]["prefect.resource.id"]: event["payload"] for event in events}
+        if len(told) >= 2:
+            return told
         time.sleep(0.5)
-    return set()
+    return {}
 
 
 def test_the_command_prints_one_object_and_fails_with_what_to_do(
