@@ -22,7 +22,8 @@ MIN_LOOP_CHARACTERS: Final = 300  # shorter texts compress by chance
 LOOP_RATIO: Final = 8.0  # prose compresses about 2 to 3 times, code and tables up to 5
 _REFUSAL: Final = re.compile(
     r"(?i)\s*(i['\u2019]?m sorry|i am sorry|sorry,|i apologi[sz]e|as an ai|i can(['\u2019]?t|not)\b"
-    r"|i['\u2019]?m (not able|unable)|i am (not able|unable)|i won['\u2019]?t|unfortunately, i)"
+    r"|i['\u2019]?m (not able|unable)|i am (not able|unable)|i won['\u2019]?t|unfortunately, i"
+    r"|(很|非常)?抱歉|对不起|我(无法|不能))"
 )
 REFUSAL_CHARACTERS: Final = 200
 MAX_SAMPLES: Final = 5
