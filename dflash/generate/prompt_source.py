@@ -140,7 +140,9 @@ def open_prompts(
         store, keys = open_store(parent or ("/" if name.startswith("/") else "."), credentials), [last]
     else:
         store = open_store(name, credentials)
-        keys = [item.key for item in store.list("") if item.key.endswith(SUFFIXES)]
+        # A batch's own folder may be asked again (`strip_answers`): its lists in _failures/ aren't more prompts.
+        listed = [item.key for item in store.list("") if item.key.endswith(SUFFIXES)]
+        keys = [key for key in listed if not any(name.startswith("_") for name in key.split("/"))]
     if not keys:
         raise UsageError(f"No prompts under {name}: expected files ending in {', '.join(SUFFIXES)}. Check the name.")
     return PromptSource(name, [(_local(store, key, folder), key) for key in keys], strip_answers=strip_answers)

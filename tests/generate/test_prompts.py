@@ -113,6 +113,19 @@ def test_answers_are_stripped_when_asked_for(tmp_path: Path) -> None:
     assert opened(tmp_path, line, strip_answers=True)[0].messages == MESSAGES
 
 
+def test_the_lists_of_a_batch_are_no_more_prompts_of_its_folder(tmp_path: Path) -> None:
+    line = json.dumps({"id": "a", "messages": [*MESSAGES, {"role": "assistant", "content": "x"}]}) + "\n"
+    for name in ("part-00000.jsonl", "more/part-00001.jsonl", "_failures/run-00000.ndjson", "_prompts.ndjson"):
+        path = tmp_path / "batch" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(line.replace('"a"', '"b"') if name.startswith("more") else line)
+    source = open_prompts(str(tmp_path / "batch"), tmp_path, None, strip_answers=True)
+    source.check()
+    assert [one.id for one in source] == ["b", "a"]
+    alone = open_prompts(str(tmp_path / "batch" / "_failures" / "run-00000.ndjson"), tmp_path, None, strip_answers=True)
+    assert [one.id for one in alone] == ["a"]
+
+
 def test_nothing_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no prompts"):
         opened(tmp_path, "")
