@@ -107,6 +107,7 @@ def run_size(num_files: int, records: int, tokenizer: Path, folder: Path, server
         source=f"{server.uri}/{prefix}",
         dataset=f"{server.uri}/{prefix}-dataset",
         tokenizer=str(tokenizer),
+        files_per_download=1,
         gate=GateThresholds(max_single_loss_count_share=1.0),  # made-up answers of one pattern are equally long
     )
     parameters = folder / "run.json"

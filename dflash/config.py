@@ -108,7 +108,7 @@ class TokenizeRun(RunModel):
     gate: GateThresholds = Field(default=GateThresholds(), description="Limits of the quality gate.")
     files_per_shard: int = Field(default=39, ge=1, le=10_000, description="Input files that make one shard.")
     files_per_download: int = Field(
-        default=1, ge=1, le=1_000, description="Input files per download task; raise it for sets of 100,000 files."
+        default=13, ge=1, le=1_000, description="Input files per download task: what is retried together."
     )
     download_concurrency: int = Field(default=32, ge=1, le=256, description="Downloads at a time.")
     num_workers: int = Field(default=0, ge=0, le=1_024, description="Tokenizing processes; 0 takes one for each core.")

@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from dflash.data.template_trace import TracedTemplate
+from dflash.data.template_trace import Trace, TracedTemplate
 from dflash.errors import RecordError, TokenizerError
 
 THINKING_FLAG = "enable_thinking"
@@ -98,11 +98,34 @@ class ChatTemplate:
         Raises:
             RecordError: `template_error`; the template refused the messages or failed on them.
         """
-        variables = {"strftime_now": FIXED_CLOCK.strftime, "documents": None, **self.special_tokens, **kwargs}
-        variables.update(tools=tools or None, add_generation_prompt=add_generation_prompt)
+        variables = self._variables(tools, kwargs, add_generation_prompt=add_generation_prompt)
         if tools:
             return _render(self._compiled_tools, {**variables, "messages": messages})
         return self._replayed.render(messages, variables, _kind(kwargs, add_generation_prompt))
+
+    def render_untraced(
+        self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any], *, add_generation_prompt: bool
+    ) -> str:
+        """Render messages without tools by Jinja, as `render` does.
+
+        Raises:
+            RecordError: as there.
+        """
+        variables = self._variables(None, kwargs, add_generation_prompt=add_generation_prompt)
+        return _render(self._compiled, {**variables, "messages": messages})
+
+    def trace(
+        self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any], *, add_generation_prompt: bool
+    ) -> Trace | None:
+        """What rendering messages without tools was found to be, where they have been rendered and could be traced."""
+        return self._replayed.trace(messages, _kind(kwargs, add_generation_prompt))
+
+    def _variables(
+        self, tools: Sequence[Any] | None, kwargs: Mapping[str, Any], *, add_generation_prompt: bool
+    ) -> dict[str, Any]:
+        variables = {"strftime_now": FIXED_CLOCK.strftime, "documents": None, **self.special_tokens, **kwargs}
+        variables.update(tools=tools or None, add_generation_prompt=add_generation_prompt)
+        return variables
 
     def turn_kwargs(self, record_kwargs: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:
         """What the request that sampled `message` passed to the template.
@@ -162,8 +185,13 @@ def _render(compiled: Any, variables: Mapping[str, Any]) -> str:
 
 
 def _kind(kwargs: Mapping[str, Any], add_generation_prompt: bool) -> tuple[Any, ...] | None:
+    key = key_of(kwargs)
+    return None if key is None else (add_generation_prompt, *key)
+
+
+def key_of(kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Equal for equal arguments of a template; None where a value isn't a plain one."""
-    kind: list[Any] = [add_generation_prompt]
+    kind: list[Any] = []
     for name, value in kwargs.items():
         if value.__class__ not in _PLAIN:
             return None

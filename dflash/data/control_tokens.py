@@ -26,6 +26,7 @@ class ControlTokens:
     ids: Mapping[str, int]
     _pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
     _firsts: list[str] = field(init=False, repr=False, compare=False)
+    _lasts: list[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         longest_first = sorted((text for text in self.ids if text), key=len, reverse=True)
@@ -36,6 +37,7 @@ class ControlTokens:
         pattern = re.compile(f"{re.escape(shared)}(?:{rests})" if longest_first else "(?!)")
         object.__setattr__(self, "_pattern", pattern)
         object.__setattr__(self, "_firsts", firsts)
+        object.__setattr__(self, "_lasts", sorted({text[-1] for text in longest_first}))
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Start and end of each control token that `text` spells."""
@@ -43,12 +45,16 @@ class ControlTokens:
             return []
         return [match.span() for match in self._pattern.finditer(text)]
 
+    def spelled_in_text(self, text: str) -> bool:
+        """Whether `text` spells a control token."""
+        return self._may_spell(text) and self._pattern.search(text) is not None
+
     def spelled_in(self, value: Any) -> bool:
         """Whether any string inside `value`, keys included, spells a control token."""
         pending = [value]
         for item in pending:  # grows while it is walked
             if isinstance(item, str):
-                if self._may_spell(item) and self._pattern.search(item):
+                if self.spelled_in_text(item):
                     return True
             elif isinstance(item, Mapping):
                 pending += item.keys()
@@ -57,9 +63,18 @@ class ControlTokens:
                 pending += item
         return False
 
+    def begun_by(self, text: str) -> bool:
+        """Whether text behind `text` could complete a control token that starts in it."""
+        return any(text.endswith(token[:size]) for token in self.ids for size in range(1, len(token)))
+
+    def ended_by(self, text: str) -> bool:
+        """Whether text before `text` could start a control token that ends in it."""
+        return any(text.startswith(token[-size:]) for token in self.ids for size in range(1, len(token)))
+
     def _may_spell(self, text: str) -> bool:
-        # Mostly there is one; finding a character is many times faster than the pattern.
-        return any([first in text for first in self._firsts])  # noqa: C419 (a list takes half of a generator's time)
+        # Mostly there is one; finding a character is many times faster than the pattern, or than two characters.
+        # A list takes half of a generator's time.
+        return any([first in text for first in self._firsts]) and any([last in text for last in self._lasts])  # noqa: C419
 
     def masked(self, value: Any) -> Any:
         """`value` with each control token that its strings spell replaced by as many mask characters.

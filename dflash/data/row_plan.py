@@ -93,7 +93,12 @@ def plan_row(completion: Completion, tokenizer: TargetTokenizer, options: Tokeni
 def _conversation(completion: Completion, tokenizer: TargetTokenizer) -> Conversation:
     messages = template_messages(completion.messages)
     return Conversation(
-        tokenizer.template, tokenizer.controls, messages, completion.tools, completion.chat_template_kwargs
+        tokenizer.template,
+        tokenizer.controls,
+        messages,
+        completion.tools,
+        completion.chat_template_kwargs,
+        tokenizer.turn_programs,
     )
 
 
@@ -104,6 +109,8 @@ def _prompt_segments(
     if completion.prompt_token_ids:
         check_ids("prompt_token_ids", completion.prompt_token_ids, tokenizer.known_ids)
         return [Segment("", is_loss=False, ids=completion.prompt_token_ids)]
+    if turn and options.loss_on == "last_turn":
+        return [Segment(turn.prompt, is_loss=False, continues=False)]
     conversation = _conversation(completion, tokenizer)
     prompt = turn.prompt if turn else conversation.prompt(len(completion.messages) - 1)
     if options.loss_on == "last_turn":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import string
+import re
 
 import numpy as np
 
@@ -25,7 +25,9 @@ _SCRIPT_OF = np.repeat(
     np.diff([start for start, _ in _RANGES], append=_NUM_POINTS),
 )
 
-_NO_ASCII_LETTERS = bytes(set(range(128)) - set(string.ascii_letters.encode()))
+_ASCII_LETTER = re.compile("[A-Za-z]")
+_LOWER_CASE, _FIRST_LETTER, _NUM_LETTERS = np.uint8(0x20), np.uint8(ord("a")), np.uint8(26)
+_FIRST_LEAD = np.uint8(0xC0)  # of the UTF-8 bytes that start a character outside ASCII
 
 NO_SCRIPT = "none"
 SAMPLE_CHARACTERS = 4096
@@ -37,9 +39,11 @@ def dominant_script(text: str) -> str:
     Han beside any kana counts as `kana`: Japanese text is mostly Han.
     """
     head = text[:SAMPLE_CHARACTERS]
-    ascii_characters = head.encode("ascii", "ignore")
-    num_letters = len(ascii_characters.translate(None, _NO_ASCII_LETTERS))
-    if num_letters > len(head) - len(ascii_characters):  # no other script can have as many
+    if head.isascii():
+        return "latin" if _ASCII_LETTER.search(head) else NO_SCRIPT
+    units = np.frombuffer(head.encode("utf-8", "surrogatepass"), np.uint8)
+    num_letters = np.count_nonzero(((units | _LOWER_CASE) - _FIRST_LETTER) < _NUM_LETTERS)  # below "a" wraps around
+    if num_letters > np.count_nonzero(units >= _FIRST_LEAD):  # no other script can have as many
         return "latin"
     points = np.frombuffer(head.encode("utf-32-le", "surrogatepass"), "<u4")
     counts = np.bincount(_SCRIPT_OF[points], minlength=len(_NAMES))

@@ -46,21 +46,23 @@ class Trace:
     """One way through a template.
 
     Attributes:
+        num_texts: of a record; their registers come first.
         steps: in order; a register is a text of the record or the result of a step.
         pieces: the result, literals and registers.
     """
 
+    num_texts: int
     steps: tuple[Step, ...]
     pieces: tuple[Piece, ...]
 
     def replay(self, texts: Sequence[str]) -> str | None:
         """Render the record with these texts; None if the template would go another way."""
         registers: list[Any] = list(texts)
-        for step in self.steps:
-            value = step.function(registers[step.source], *step.arguments)
-            if step.expected is None:
+        for function, source, arguments, expected in self.steps:
+            value = function(registers[source], *arguments)
+            if expected is None:
                 registers.append(value)
-            elif value is not step.expected:
+            elif value is not expected:
                 return None
         return "".join([registers[piece] if isinstance(piece, int) else piece for piece in self.pieces])
 
@@ -99,7 +101,7 @@ class TracedTemplate:
         Raises:
             TokenizerError: a replay differs from the reference.
         """
-        shape = None if kind is None else _shape(messages)
+        shape = None if kind is None else shape_of(messages)
         if shape is None:
             return self._by_reference(messages, variables)
         names, texts = shape
@@ -114,7 +116,7 @@ class TracedTemplate:
             if text is not None:
                 self.num_replays += 1
                 if self.num_replays % CHECK_EVERY == 0:
-                    _require_same(text, self._by_reference(messages, variables), messages)
+                    require_same(text, self._by_reference(messages, variables), messages)
                 return text
         expected = self._by_reference(messages, variables)
         if self.num_traces < MAX_TRACES:
@@ -123,6 +125,15 @@ class TracedTemplate:
             if found and found.replay(texts) == expected and self._holds(found, messages, variables):
                 traces.append(found)
         return expected
+
+    def trace(self, messages: Sequence[Message], kind: Hashable) -> Trace | None:
+        """The trace that renders these messages, where there is one."""
+        shape = None if kind is None else shape_of(messages)
+        if shape is None:
+            return None
+        names, texts = shape
+        found = self._traces.get((kind, names), ())
+        return next((trace for trace in found if trace.replay(texts) is not None), None)
 
     def _by_reference(self, messages: Sequence[Message], variables: Variables) -> str:
         return self._reference({**variables, "messages": messages})
@@ -138,11 +149,11 @@ class TracedTemplate:
         pieces = result.pieces if isinstance(result, TracedText) else (result,)
         if any(isinstance(piece, str) and MARK in piece for piece in pieces):
             return None
-        return Trace(tuple(recorder.steps.values()), pieces)
+        return Trace(num_texts, tuple(recorder.steps.values()), pieces)
 
     def _holds(self, trace: Trace, messages: Sequence[Message], variables: Variables) -> bool:
         """Whether the trace equals the reference wherever it claims a record with probes in place of its texts."""
-        for variant in _probed(messages):
+        for variant in probed(messages):
             found = trace.replay(_texts(variant))
             try:
                 if found is not None and found != self._by_reference(variant, variables):
@@ -152,8 +163,8 @@ class TracedTemplate:
         return True
 
 
-def _shape(messages: Sequence[Message]) -> tuple[Hashable, list[str]] | None:
-    """Roles and fields of a conversation, and its texts; None if it holds anything else than texts."""
+def shape_of(messages: Sequence[Message]) -> tuple[Hashable, list[str]] | None:
+    """Roles and fields of a conversation, and its texts; None if it is long or holds anything else than texts."""
     if len(messages) > MAX_MESSAGES:
         return None
     names: list[str] = []
@@ -180,7 +191,7 @@ def _replaced(messages: Iterable[Message], change: Callable[[str], str]) -> list
     ]
 
 
-def _probed(messages: Sequence[Message]) -> Iterator[list[dict[str, str]]]:
+def probed(messages: Sequence[Message]) -> Iterator[list[dict[str, str]]]:
     """Variants of a conversation: each probe as the last message's texts, and all probes in turn as all texts."""
     for start, probe in enumerate(PROBES):
         yield [*map(dict, messages[:-1]), *_replaced(messages[-1:], lambda _, probe=probe: probe)]  # type: ignore[misc]
@@ -188,7 +199,12 @@ def _probed(messages: Sequence[Message]) -> Iterator[list[dict[str, str]]]:
         yield _replaced(messages, lambda _, rest=rest: next(rest))  # type: ignore[misc]
 
 
-def _require_same(found: str, expected: str, messages: Sequence[Message]) -> None:
+def require_same(found: str, expected: str, messages: Sequence[Message]) -> None:
+    """Refuse a replay that differs from the reference.
+
+    Raises:
+        TokenizerError: it does.
+    """
     if found == expected:
         return
     pairs = enumerate(zip(found, expected, strict=False))

@@ -20,6 +20,7 @@ from dflash.data.control_tokens import ControlTokens
 from dflash.data.encoder_probes import TEXT_PROBES
 from dflash.data.encoders import EncoderChoice, choose_encoder, confirm_encoder, rust_panics_as_errors
 from dflash.data.token_bytes import TokenBytes
+from dflash.data.turn_program import TurnPrograms
 from dflash.errors import TokenizerError
 from dflash.manifest import TokenizerRecord
 
@@ -54,6 +55,11 @@ class TargetTokenizer:
         eos = self.special_tokens.get("eos_token")
         eos_id = self.backend.token_to_id(eos) if eos else None
         return ControlTokens(ids if eos is None or eos_id is None else {**ids, eos: eos_id})
+
+    @cached_property
+    def turn_programs(self) -> TurnPrograms:
+        """What splits turns of shapes that have come before."""
+        return TurnPrograms()
 
     @property
     def eos_token_id(self) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, Self
+from typing import Any, Final, NamedTuple, NoReturn, Self
 
 MARK: Final = "\ue003"  # what a text is to code that doesn't call its methods
 
@@ -23,8 +23,7 @@ class Untraceable(BaseException):
     """
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """Apply a function to a register.
 
     Attributes:

@@ -6,12 +6,15 @@ the second adds to the first is the response. Role markers are never searched fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash.data.chat import THINKING_FLAG, ChatTemplate
+from dflash.data.chat import THINKING_FLAG, ChatTemplate, key_of
 from dflash.data.control_tokens import ControlTokens
+from dflash.data.template_trace import probed, require_same, shape_of
+from dflash.data.turn_program import TEXT_FIELDS, TurnProgram, TurnPrograms, TurnTexts
 from dflash.errors import RecordError
 
 # Rendered in place of a trace or an answer to see what the template puts around it.
@@ -54,6 +57,7 @@ class Conversation:
     Attributes:
         messages: from `template_messages`.
         kwargs: `chat_template_kwargs` of the record.
+        programs: of turns like these; for conversations of one template and vocabulary.
     """
 
     template: ChatTemplate
@@ -61,6 +65,7 @@ class Conversation:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Any] | None
     kwargs: Mapping[str, Any]
+    programs: TurnPrograms = dataclasses.field(default_factory=TurnPrograms)
 
     def prompt(self, index: int) -> str:
         """What the server prefilled before message `index` was sampled."""
@@ -76,24 +81,19 @@ class Conversation:
         """
         message = self._as_sampled(self.messages[index], ended=ended)
         kwargs = self.template.turn_kwargs(self.kwargs, message)
-        history = self.messages[:index]
-        prompt = self.template.render(history, self.tools, kwargs, add_generation_prompt=True)
-        render = _TurnRender(self, history, kwargs, prompt)
-        response = render.response(message)
-        _require_printed(message, response)
-        spans = self.controls.spans(response)
-        terminator = _terminator(spans, response)
-        spells_control = not _is_only_terminator(spans, terminator, message, response) and self.controls.spelled_in(
-            dict(message)
-        )
-        if spells_control:
-            spans = render.template_controls(message, response)
-            terminator = _terminator(spans, response)
-        if ended:
-            sampled_end = terminator[1] if terminator else len(response)
+        render = _TurnRender(self, self.messages[:index], kwargs)
+        texts = render.replayed(message)
+        if texts is None:
+            split = render.split(message)
+            render.learn(message, split)
         else:
-            sampled_end = render.cut_end(message, response, terminator[0] if terminator else len(response))
-        return Turn(message, prompt, response, sampled_end, tuple(spans), spells_control)
+            split = _Split(texts.prompt, texts.response, (texts.terminator,), texts.terminator, spells_control=False)
+        end = split.terminator
+        if ended:
+            sampled_end = end[1] if end else len(split.response)
+        else:
+            sampled_end = render.cut_end(message, split, end[0] if end else len(split.response))
+        return Turn(message, split.prompt, split.response, sampled_end, split.spans, split.spells_control)
 
     def _as_sampled(self, message: Mapping[str, Any], *, ended: bool) -> Mapping[str, Any]:
         """`message`, its content moved to the trace where only a trace can have been sampled.
@@ -111,25 +111,128 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
+class _Split:
+    """Prompt and response of a turn, and where control tokens of the template's are in the response.
+
+    Attributes:
+        terminator: the one that ends the turn, if there is one.
+    """
+
+    prompt: str
+    response: str
+    spans: tuple[tuple[int, int], ...]
+    terminator: tuple[int, int] | None
+    spells_control: bool
+
+    @property
+    def texts(self) -> TurnTexts | None:
+        """The same as a program would say it; None where one can't: then the end-of-turn token isn't the only one."""
+        if self.terminator is None or self.spans != (self.terminator,):
+            return None
+        return TurnTexts(self.prompt, self.response, self.terminator)
+
+
+@dataclass(frozen=True, slots=True)
 class _TurnRender:
-    """Renders of one turn with variants of its message; the prompt stays the same."""
+    """Renders of one turn, and of variants of its message behind the same prompt."""
 
     conversation: Conversation
     history: Sequence[Mapping[str, Any]]
     kwargs: Mapping[str, Any]
-    prompt: str
 
-    def response(self, message: Mapping[str, Any]) -> str:
+    def replayed(self, message: Mapping[str, Any]) -> TurnTexts | None:
+        """The turn by a program; None where none fits, or where the message spells a control token.
+
+        Raises:
+            TokenizerError: the program gives other texts than Jinja.
+        """
+        programs, controls = self.conversation.programs, self.conversation.controls
+        shape = self._shape(message)
+        if shape is None or not programs.has(shape[0]):
+            return None
+        for name in TEXT_FIELDS:
+            text = message.get(name)
+            if text is not None and controls.spelled_in_text(text):
+                return None
+        found = programs.replay(*shape)
+        if found is not None and programs.is_check_due:
+            prompt, full = (
+                self.conversation.template.render_untraced(messages, self.kwargs, add_generation_prompt=add)
+                for messages, add in ((self.history, True), ([*self.history, message], False))
+            )
+            require_same(found.prompt, prompt, self.history)
+            require_same(found.prompt + found.response, full, [*self.history, message])
+        return found
+
+    def learn(self, message: Mapping[str, Any], split: _Split) -> None:
+        """Make a program of a turn that was rendered, if it is as plain as that and proves right on probes."""
+        programs, template = self.conversation.programs, self.conversation.template
+        shape = self._shape(message)
+        if shape is None or split.spells_control or not programs.has_room(shape[0]):
+            return
+        prompt = template.trace(self.history, self.kwargs, add_generation_prompt=True)
+        full = template.trace([*self.history, message], self.kwargs, add_generation_prompt=False)
+        if prompt is None or full is None:
+            return
+        programs.note_attempt()
+        program = TurnProgram.of(prompt, full, message, self.conversation.controls)
+        if program is not None and program.replay(shape[1]) == split.texts and self._holds(program, message):
+            programs.add(shape[0], program)
+
+    def _holds(self, program: TurnProgram, message: Mapping[str, Any]) -> bool:
+        """Whether the program makes what rendering makes wherever it claims a turn with probes as its texts."""
+        for *history, last in probed([*self.history, message]):
+            render = _TurnRender(self.conversation, history, self.kwargs)
+            shape = render._shape(last)
+            found = None if shape is None else program.replay(shape[1])
+            if found is None or self.conversation.controls.spelled_in(last):
+                continue
+            try:
+                if found != render.split(last).texts:
+                    return False
+            except RecordError:
+                return False
+        return True
+
+    def _shape(self, message: Mapping[str, Any]) -> tuple[Hashable, list[str]] | None:
+        """What decides which program fits, and the texts; None for what programs don't cover."""
+        key = None if self.conversation.tools else key_of(self.kwargs)
+        shape = None if key is None else shape_of([*self.history, message])
+        return None if shape is None else ((key, shape[0]), shape[1])
+
+    def split(self, message: Mapping[str, Any]) -> _Split:
+        """Split the turn by rendering it.
+
+        Raises:
+            RecordError: see `Conversation.turn`.
+        """
+        controls = self.conversation.controls
+        prompt = self.conversation.template.render(
+            self.history, self.conversation.tools, self.kwargs, add_generation_prompt=True
+        )
+        response = self._response(message, prompt)
+        _require_printed(message, response)
+        spans = controls.spans(response)
+        terminator = _terminator(spans, response)
+        spells_control = not _is_only_terminator(spans, terminator, message, response) and controls.spelled_in(
+            dict(message)
+        )
+        if spells_control:
+            spans = self._template_controls(message, prompt, response)
+            terminator = _terminator(spans, response)
+        return _Split(prompt, response, tuple(spans), terminator, spells_control)
+
+    def _response(self, message: Mapping[str, Any], prompt: str) -> str:
         """What the template prints for `message` after the prompt."""
         full = self._full(message)
-        if full.startswith(self.prompt):
-            return full[len(self.prompt) :]
-        return full[self._header_end(message, full) :]
+        if full.startswith(prompt):
+            return full[len(prompt) :]
+        return full[self._header_end(message, prompt, full) :]
 
-    def template_controls(self, message: Mapping[str, Any], response: str) -> list[tuple[int, int]]:
+    def _template_controls(self, message: Mapping[str, Any], prompt: str, response: str) -> list[tuple[int, int]]:
         """Control tokens that the template wrote, where the message's own text spells some too."""
         controls = self.conversation.controls
-        masked = self.response(controls.masked(dict(message)))
+        masked = self._response(controls.masked(dict(message)), prompt)
         if len(masked) != len(response):
             raise RecordError(
                 "template_error",
@@ -138,14 +241,15 @@ class _TurnRender:
             )
         return controls.spans(masked)
 
-    def cut_end(self, message: Mapping[str, Any], response: str, end: int) -> int:
+    def cut_end(self, message: Mapping[str, Any], split: _Split, end: int) -> int:
         """End of the sampled text of a response that was cut, at most `end`, the template's end-of-turn token."""
         if message.get("tool_calls"):
             return end
         field = "content" if _text(message.get("content")).strip() else "reasoning_content"
-        if response[:end].endswith(_text(message[field]).strip()):
+        response = split.response
+        if response[:end].endswith(_text(message.get(field)).strip()):
             return end
-        parts = self.response({**message, **_fields(field, SENTINEL)}).split(SENTINEL)
+        parts = self._response({**message, **_fields(field, SENTINEL)}, split.prompt).split(SENTINEL)
         after = parts[-1]
         if len(parts) < 2 or not response.endswith(after):
             raise RecordError(
@@ -161,7 +265,7 @@ class _TurnRender:
             [*self.history, message], conversation.tools, self.kwargs, add_generation_prompt=False
         )
 
-    def _header_end(self, message: Mapping[str, Any], full: str) -> int:
+    def _header_end(self, message: Mapping[str, Any], prompt: str, full: str) -> int:
         """Where the response starts in a render that doesn't continue the prompt.
 
         Some templates prefill a closed, empty trace when thinking is off, but don't print it for the answer. The
@@ -170,9 +274,9 @@ class _TurnRender:
         bare = self._full({"role": "assistant", "content": SENTINEL})
         header = bare[: bare.index(SENTINEL)] if SENTINEL in bare else None
         thinking_off = self.kwargs.get(THINKING_FLAG) is False and not message.get("reasoning_content")
-        if header and thinking_off and self.prompt.startswith(header) and full.startswith(header):
+        if header and thinking_off and prompt.startswith(header) and full.startswith(header):
             return len(header)
-        raise RecordError("template_error", _difference(self.prompt, full))
+        raise RecordError("template_error", _difference(prompt, full))
 
 
 def _require_printed(message: Mapping[str, Any], response: str) -> None:

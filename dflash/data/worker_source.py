@@ -176,11 +176,13 @@ def _load(name: str, trust_remote_code: bool, control: Connection) -> TargetToke
 
 def _work(connection: Connection, lifeline: int, tokenizer: TargetTokenizer) -> NoReturn:
     """Do jobs until the connection is closed; never returns into the code that was forked."""
+    gc.disable()  # a job's records hold no cycles, and looking for some in them costs as much as making them
     try:
         threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
         while True:
             job = connection.recv()
             connection.send(_done(job, tokenizer))
+            gc.collect()
     except (EOFError, ConnectionError):
         os._exit(0)
     except BaseException:  # noqa: BLE001 (a worker that can't answer has to die, which the parent reports)
