@@ -73,7 +73,7 @@ def test_the_command_prints_one_object_and_fails_with_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from dflash.errors import DatasetError
-    from flows.cli_generate import generate_command, spot_check_command
+    from flows.cli_generate import generate_command, regenerate_command, spot_check_command
 
     path = write_prompts(tmp_path / "prompts.jsonl", [prompt(number) for number in range(6)])
     batch = str(tmp_path / "batch")
@@ -93,3 +93,7 @@ def test_the_command_prints_one_object_and_fails_with_what_to_do(
     assert (printed["complete"], printed["records"], printed["new"]) == (True, 6, 1)
     spot_check_command(batch, as_json=True)
     assert json.loads(capsys.readouterr().out)["num_records"] == 6
+    regenerate_command(None, ["few_tokens=10"], batch, [stub.url], str(tmp_path / "new"), as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["looked_at"], printed["found"], printed["batch"]) == (6, {}, str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
