@@ -82,7 +82,7 @@ class BatchState:
         window: window of that shard.
         pack: pack of that window.
         num_packs: packs given since the beginning.
-        num_tokens: tokens in them.
+        num_tokens: tokens of their rows as the dataset counts them, before a row is cut.
     """
 
     epoch: int = 0
@@ -211,7 +211,7 @@ class BatchOrder:
 
     def _pack(self, reader: ShardReader, rows: npt.NDArray[np.int64], here: BatchState) -> Pack:
         read = tuple(reader.row(int(row), self.pack_tokens) for row in rows)
-        tokens = sum(len(row.input_ids) for row in read)
+        tokens = int(reader.lengths[rows].sum())  # whole rows, or the share that is done would never be all
         after = replace(here, num_packs=here.num_packs + 1, num_tokens=here.num_tokens + tokens)
         return Pack(read, here.num_packs, here.epoch, after)
 

@@ -87,7 +87,9 @@ def test_epochs_and_seeds_differ_but_repeat(shards: LocalShards) -> None:
 
 
 def test_rows_come_back_as_written_and_long_ones_are_cut(shards: LocalShards) -> None:
-    rows = {row.key: row for pack in BatchOrder(0, 10, 4, 1).packs(shards) for row in pack.rows}
+    packs = list(BatchOrder(0, 10, 4, 1).packs(shards))
+    rows = {row.key: row for pack in packs for row in pack.rows}
+    assert packs[-1].after.num_tokens == sum(shards.num_tokens), "rows that are cut count whole, or no run is ever done"
     assert rows[1, 2].input_ids.tolist() == [102] * 6
     assert rows[1, 2].loss_mask.tolist() == [False] + [True] * 5
     assert (rows[1, 2].sample_id, rows[3, 1].source) == ("s102", "odd")
