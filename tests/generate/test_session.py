@@ -162,6 +162,13 @@ def test_the_number_of_done_prompts_never_falls_back(
     assert {done - new for done, new in counts} == {24}
 
 
+def test_hundreds_are_in_flight_and_never_more_than_allowed(tmp_path: Path, make_run: MakeRun) -> None:
+    with serving(Stub(slots=1000, service_s=1.0)) as stub:
+        outcome = generate(make_run(stub, 400, max_in_flight=200, part_records=500), tmp_path / "work")
+    assert outcome.num_records == 400
+    assert 128 < stub.max_active <= 200, "64 at first, twice as many after each window"
+
+
 def test_the_key_is_sent_and_kept_nowhere(tmp_path: Path, make_run: MakeRun) -> None:
     with serving(Stub()) as stub:
         generate(make_run(stub, 2), tmp_path / "work", api_key="sk-hidden")
