@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import psutil
 import torch
 
 from dflash.train.config import TrainConfig
+from dflash.train.host_memory import host_memory
 from dflash.train.memory import ALLOCATOR_BYTES, MemoryPlan, TargetShape, plan_memory, seen_by_device
 from dflash.train.memory_watch import MemoryWatch
 from dflash.train.preflight import Prepared
@@ -36,10 +36,11 @@ def check_device(ready: Prepared, shape: TargetShape, device: torch.device, seat
         MemoryPlanError: it doesn't fit; the message says what to change by how much.
     """
     on_gpu = device.type == "cuda"
-    total = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
+    host = host_memory()
+    total = torch.cuda.get_device_properties(device).total_memory if on_gpu else host.total_bytes
     config, outside = seen_by_device(ready.config, on_gpu=on_gpu), _outside_bytes(device)
     if on_gpu:
-        check_host_memory(ready.config.replay.max_bytes, psutil.virtual_memory().available)
+        check_host_memory(ready.config.replay.max_bytes, host.available_bytes)
 
     def plan(changed: TrainConfig) -> MemoryPlan:
         size, taken = seat.trainers.size, outside + (ALLOCATOR_BYTES if on_gpu else _CPU_ENVIRONMENT_BYTES)
