@@ -136,7 +136,8 @@ def _message(sampled: Sampled, thinking: bool | None, *, is_cut: bool) -> tuple[
     if isinstance(content, str) and not trace:
         head, closing, _ = content.partition(CLOSE_TAG)
         opened = head.lstrip().startswith(OPEN_TAG)
-        if not closing and (opened or (thinking is True and is_cut)) and not calls:
+        is_trace = opened or sampled.starts_in_trace or (thinking is True and is_cut)
+        if is_trace and not closing and not calls:
             trace, content = (head.lstrip().removeprefix(OPEN_TAG).lstrip("\n") if opened else content), None
             cut_thinking = is_cut
     elif trace and is_cut and not calls and not (isinstance(content, str) and content.strip()):

@@ -11,10 +11,13 @@ from typing import Any, Protocol
 import msgspec
 
 from dflash.data.chat import THINKING_FLAG
+from dflash.data.messages import OPEN_TAG
 from dflash.data.prompting import prompt_token_ids
 from dflash.data.tokenizer import TargetTokenizer
 from dflash.generate.config import GenerateRun, SamplingOptions
 from dflash.generate.prompts import Prompt
+
+_TAG_TOKENS = 16  # more than any vocabulary needs for an opening tag and the white space behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class Sampled:
         prompt_token_ids: likewise.
         fingerprint: the server's `system_fingerprint`.
         model: the name that the server answered under.
+        starts_in_trace: the prompt is known to end with an opened thinking block, and the text is as it was sampled.
     """
 
     message: dict[str, Any]
@@ -97,6 +101,7 @@ class Sampled:
     prompt_token_ids: Any = None
     fingerprint: Any = None
     model: Any = None
+    starts_in_trace: bool = False
 
 
 class Dialect(Protocol):
@@ -195,7 +200,13 @@ class SGLangDialect:
             meta.get("prompt_tokens"),
             reply.get("output_ids"),
             sent["input_ids"],
+            starts_in_trace=self._opens_trace(sent["input_ids"]),
         )
+
+    def _opens_trace(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends with the tag that opens a trace; a tag is at most a few tokens."""
+        end = self.tokenizer.backend.decode(list(prompt_ids[-_TAG_TOKENS:]), skip_special_tokens=False)
+        return end.rstrip().endswith(OPEN_TAG)
 
     def _prompt_ids(self, request: Request) -> list[int]:
         return prompt_token_ids(self.tokenizer, request.prompt.messages, request.tools, request.kwargs)

@@ -240,3 +240,23 @@ def test_the_native_api_of_sglang_gives_ids(smollm2_tokenizer_dir: Any) -> None:
     assert isinstance(record, dict)
     assert (record["output_token_ids"], record["finish_reason"], record["output_tokens"]) == ([7, 8], "length", 2)
     assert record["prompt_token_ids"] == body["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "trace"),
+    [("Hm, so", None, "Hm, so"), ("Hm.\n</think>\n\nYes.", "Hm.\n</think>\n\nYes.", None)],
+)
+def test_text_inside_the_trace_that_the_prompt_opened_is_no_answer(
+    smollm2_tokenizer_dir: Any, text: str, content: str | None, trace: str | None
+) -> None:
+    from dflash.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(smollm2_tokenizer_dir, probe=False)
+    ids = tokenizer.backend.encode("<|im_start|>assistant\n<think>\n", add_special_tokens=False).ids
+    meta = {"finish_reason": {"type": "stop"}, "completion_tokens": 3, "prompt_tokens": len(ids)}
+    sampled = SGLangDialect(tokenizer).read({"text": text, "output_ids": [7], "meta_info": meta}, {"input_ids": ids})
+    record = make_record(request(), sampled, "a", 1)
+    assert isinstance(record, dict)
+    assert record["messages"][-1]["content"] == content
+    assert record["messages"][-1].get("reasoning_content") == trace
+    assert "thinking_truncated" not in record
