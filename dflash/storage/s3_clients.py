@@ -112,7 +112,8 @@ def open_botocore(credentials: S3Credentials, limits: TransferLimits, *, read_ti
             connect_timeout=limits.connect_timeout_s,
             read_timeout=read_timeout_s,
             retries={"total_max_attempts": 1, "mode": "standard"},
-            s3={"addressing_style": "path"},
+            # Parts carry a SHA256 among the signed headers; signing the payload would hash it once more.
+            s3={"addressing_style": "path", "payload_signing_enabled": False},
             signature_version="s3v4",
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
