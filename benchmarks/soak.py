@@ -70,6 +70,7 @@ class ModelServer:
     folder: Path
     port: int = field(default_factory=lambda: find_free_ports(1)[0])
     process: subprocess.Popen[str] | None = None
+    url: str = ""
 
     def ensure(self) -> None:
         """Start it unless it runs, and wait until it answers."""
@@ -79,19 +80,16 @@ class ModelServer:
         with (self.folder / "serve.log").open("ab") as errors:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert self.process.stdout is not None
-        if not self.process.stdout.readline():
+        line = self.process.stdout.readline()
+        if not line:
             raise ServiceError(f"dflash serve did not start; see {errors.name}")
+        self.url = json.loads(line)["url"]
 
     def stop(self) -> None:
         """End it."""
         if self.process is not None:
             self.process.terminate()
             self.process.wait(60)
-
-    @property
-    def url(self) -> str:
-        """Its address."""
-        return f"http://127.0.0.1:{self.port}/v1"
 
 
 class Faults:
