@@ -17,6 +17,8 @@ from dflash.storage import ObjectInfo, Store
 
 FORMAT_VERSION: Final = 1
 PART_BYTES: Final = 256 << 20
+# What `checked_look` and the reading of JSON before it raise for what this code never wrote.
+NOT_A_RECORD: Final = (RecordError, LookupError, TypeError, AttributeError, msgspec.ValidationError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def read_part(store: Store, info: ObjectInfo) -> PartIndex:
         if line:
             try:
                 looks.append(checked_look(parse_json(line)))
-            except (RecordError, LookupError, TypeError, AttributeError, msgspec.ValidationError) as error:
+            except NOT_A_RECORD as error:
                 raise DamagedDatasetError(
                     f"{store.uri}/{info.key}, line {number}, is no record that this command wrote: {error}. "
                     "Generate into a folder of its own."
@@ -105,7 +107,7 @@ def checked_look(record: Any) -> Look:
     """The index line of a record.
 
     Raises:
-        LookupError, TypeError, AttributeError, msgspec.ValidationError: it is none that this code accepts.
+        One of `NOT_A_RECORD`: it is none that this code accepts.
     """
     return msgspec.convert(look_at(record), Look)
 

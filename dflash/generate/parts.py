@@ -30,8 +30,8 @@ import msgspec
 
 from dflash.data.discovery import SUCCESS
 from dflash.errors import DamagedDatasetError, IntegrityError, ObjectNotFoundError, StorageError, UsageError
-from dflash.generate.looks import BatchCounts
-from dflash.generate.part_index import Part, PartIndex, checked_look, find_record, put_index, read_index, read_part
+from dflash.generate.looks import BatchCounts, Look
+from dflash.generate.part_index import Part, PartIndex, find_record, put_index, read_index, read_part
 from dflash.generate.prompts import digest_of
 from dflash.generate.spool import read_lines
 from dflash.storage import ObjectInfo, Store, TransferLimits
@@ -97,7 +97,7 @@ class BatchLog:
                 self._require_known(path)
                 return 0
             data = b"".join(line for line, _ in lines)
-            index = PartIndex.of(self._next_key, data, (checked_look(record) for _, record in lines))
+            index = PartIndex.of(self._next_key, data, (look for _, look in lines))
             try:
                 self.store.put_if_absent(index.part.key, data)
             except IntegrityError:
@@ -197,13 +197,13 @@ class BatchLog:
     def _failure_lists(self) -> list[str]:
         return [item.key for item in self.store.list("_failures")]
 
-    def _new_lines(self, path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    def _new_lines(self, path: Path) -> list[tuple[bytes, Look]]:
         """Lines of a file whose ids no part holds, each id once."""
-        lines: dict[bytes, tuple[bytes, dict[str, Any]]] = {}
-        for line, record in read_lines(path):
-            digest = digest_of(record["id"])
+        lines: dict[bytes, tuple[bytes, Look]] = {}
+        for line, look in read_lines(path):
+            digest = digest_of(look["id"])
             if digest not in self.done:
-                lines.setdefault(digest, (line, record))
+                lines.setdefault(digest, (line, look))
         return list(lines.values())
 
     def _taken(self, key: str) -> ObjectInfo:

@@ -11,13 +11,16 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
 import msgspec
 
 from dflash.data.strict_json import parse_json
-from dflash.errors import RecordError, UsageError
+from dflash.errors import UsageError
+from dflash.generate.looks import Look
+from dflash.generate.part_index import NOT_A_RECORD, checked_look
 from dflash.storage.files import os_errors_as_storage_errors
 from dflash.storage.location import parse_uri
 
@@ -71,7 +74,8 @@ class Spool:
     def __exit__(self, *exc: object) -> None:
         for file in (self._file, self._failures, self._lock):
             if file is not None:
-                file.close()
+                with suppress(OSError):  # the write that failed was told of; closing tries it again
+                    file.close()
 
     def append(self, record: dict[str, Any]) -> Path | None:
         """Keep a record; return the full file when it completed one."""
@@ -124,7 +128,11 @@ class Spool:
 
     def open_records(self) -> Iterator[dict[str, Any]]:
         """Records of the open file."""
-        return (record for _, record in read_lines(self.folder / OPEN))
+        return (parse_json(line) for line, _ in read_lines(self.folder / OPEN))
+
+    def open_looks(self) -> Iterator[Look]:
+        """What is counted of those records."""
+        return (look for _, look in read_lines(self.folder / OPEN))
 
     def _mend(self) -> None:
         """Drop torn or damaged lines of the open file, and count what is left."""
@@ -140,15 +148,14 @@ class Spool:
         self.num_open, self._open_bytes = len(lines), len(whole)
 
 
-def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Whole lines of a spool file with their records; torn or damaged ones are passed over."""
+def read_lines(path: Path) -> Iterator[tuple[bytes, Look]]:
+    """Whole lines of a spool file with what is counted of their records; torn or damaged ones are passed over."""
     with path.open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
                 return
             try:
-                record = parse_json(line[:-1])
-            except RecordError:
+                look = checked_look(parse_json(line[:-1]))
+            except NOT_A_RECORD:
                 continue
-            if isinstance(record, dict) and isinstance(record.get("id"), str):
-                yield line, record
+            yield line, look

@@ -53,9 +53,7 @@ class WorkList:
 
     def look_into_spool(self) -> None:
         """Note which records wait in the open file of the spool."""
-        self._spooled = {
-            digest_of(record["id"]): short_hash(record["request_hash"]) for record in self.spool.open_records()
-        }
+        self._spooled = {digest_of(look["id"]): short_hash(look["request"]) for look in self.spool.open_looks()}
 
     def unasked(self) -> set[bytes]:
         """Ids without a record in batch or spool."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,7 +103,10 @@ def test_killed_between_requests(tmp_path: Path, make_run: MakeRun, num_requests
     assert sum(stub.seen.values()) <= NUM_PROMPTS + 3
 
 
-@pytest.mark.parametrize("tail", [b'{"id": "q-3", "mess', b"\x00" * 64, b'{"id": "q-3"', b"not json\n"])
+FOREIGN = [b'{"id": "q-3"}\n', b'{"id": "q-3", "request_hash": 5, "messages": []}\n', b'{"id": "", "messages": "x"}\n']
+
+
+@pytest.mark.parametrize("tail", [b'{"id": "q-3", "mess', b"\x00" * 64, b'{"id": "q-3"', b"not json\n", *FOREIGN])
 def test_a_torn_spool_is_mended(tmp_path: Path, make_run: MakeRun, tail: bytes) -> None:
     with serving(Stub()) as stub:
         run = make_run(stub, NUM_PROMPTS, model="stub", part_records=1000)
@@ -113,6 +118,35 @@ def test_a_torn_spool_is_mended(tmp_path: Path, make_run: MakeRun, tail: bytes) 
         stub.seen.clear()
         check_rerun(run, tmp_path / "work")
     assert sum(stub.seen.values()) == NUM_PROMPTS - len(lines)
+
+
+def test_lines_that_are_no_records_make_no_part(tmp_path: Path, make_run: MakeRun) -> None:
+    with serving(Stub()) as stub:
+        run = make_run(stub, NUM_PROMPTS, model="stub")
+        spool = session_module.Spool(tmp_path / "work", run.batch, 10, 1 << 20)
+        spool.folder.mkdir(parents=True)
+        (spool.folder / "full-00000.jsonl").write_bytes(b"".join(FOREIGN))
+        check_rerun(run, tmp_path / "work")
+
+
+def test_a_full_disk_is_told_of_and_keeps_what_was_whole(tmp_path: Path) -> None:
+    look = {"request_hash": "h", "messages": [{"role": "assistant", "content": "x" * 90}]}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    spool = session_module.Spool(tmp_path, "/batch", 10, 1 << 20)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400, hard))
+        with pytest.raises(StorageError, match="the file system failed"):
+            _append_nine(spool, look)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with session_module.Spool(tmp_path, "/batch", 10, 1 << 20) as again:
+        assert [record["id"] for record in again.open_records()] == ["q-0", "q-1"]
+
+
+def _append_nine(spool: session_module.Spool, fields: dict[str, Any]) -> None:
+    with spool:
+        for number in range(9):
+            spool.append({"id": f"q-{number}", **fields})
 
 
 def test_two_runs_at_once_on_two_machines(tmp_path: Path, make_run: MakeRun) -> None:
