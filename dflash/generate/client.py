@@ -17,6 +17,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
+from dflash.data.quality_report import printable
 from dflash.data.records import Reason
 from dflash.data.strict_json import parse_json
 from dflash.errors import RecordError, ServiceError
@@ -26,6 +27,7 @@ from dflash.generate.requests import Dialect, Request, Sampled
 MAX_REPLY_BYTES: Final = 256 << 20
 _SHOWN = 300  # characters of a server's message
 _MODELS_NAMED = 10
+_CONNECT_S = 10
 _OVERLOADED = {429: "too_many_requests", 503: "overloaded", 529: "overloaded"}
 _FATAL = {401: "unauthorised", 403: "forbidden", 404: "not_found"}
 _MAX_RETRY_AFTER_S = 300.0
@@ -71,6 +73,9 @@ class Client:
             ):
                 data = await _read(response)
                 status, retry_after = response.status, response.headers.get("Retry-After")
+        except aiohttp.ConnectionTimeoutError:
+            why = f"no connection within {_CONNECT_S} s"
+            return Failure("no_connection", why, is_fault=True)
         except TimeoutError:
             return Failure("timeout", f"no answer within {self.timeout_s:g} s", is_pressure=True, is_fault=True)
         except aiohttp.ClientConnectorError as error:
@@ -100,7 +105,7 @@ def open_session(api_key: str | None, max_in_flight: int) -> aiohttp.ClientSessi
         headers["Authorization"] = f"Bearer {api_key}"
     connector = aiohttp.TCPConnector(limit=max_in_flight, limit_per_host=0, ttl_dns_cache=300)
     # Waiting is bounded by the try's own time; the library's total of five minutes is shorter than a long answer.
-    timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=10)
+    timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=_CONNECT_S)
     jar = aiohttp.DummyCookieJar()  # looking for cookies costs each request time, and there are none
     return aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout, cookie_jar=jar, trust_env=False)
 
@@ -132,10 +137,9 @@ async def _models_of(session: aiohttp.ClientSession, endpoint: str) -> tuple[lis
     try:
         names = [str(item["id"]) for item in parse_json(data)["data"]]
     except (RecordError, LookupError, TypeError):
-        text = data[:_SHOWN].decode(errors="replace")
-        return [], f"  {endpoint}/models: no list of models, but status {response.status}: {text}"
+        return [], f"  {endpoint}/models: no list of models, but status {response.status}: {_shown(data)}"
     more = f" and {len(names) - _MODELS_NAMED} more" if len(names) > _MODELS_NAMED else ""
-    return names, f"  {endpoint} serves {', '.join(names[:_MODELS_NAMED]) or 'no model'}{more}"
+    return names, f"  {endpoint} serves {printable(', '.join(names[:_MODELS_NAMED])) or 'no model'}{more}"
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes | None:
@@ -150,7 +154,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes | None:
 
 
 def _refusal(status: int, data: bytes, retry_after: str | None) -> Failure:
-    text = f"status {status}: {data[:_SHOWN].decode(errors='replace')}"
+    text = f"status {status}: {_shown(data)}"
     if status in _OVERLOADED:
         return Failure(_OVERLOADED[status], text, is_pressure=True, retry_after_s=_seconds(retry_after))
     if status in (408, 504):
@@ -180,5 +184,10 @@ def _seconds(retry_after: str | None) -> float:
     return 0.0 if math.isnan(seconds) else min(_MAX_RETRY_AFTER_S, max(0.0, seconds))
 
 
+def _shown(data: bytes) -> str:
+    """The beginning of what a server says, so that it can't steer a terminal."""
+    return printable(data[:_SHOWN].decode(errors="replace"))
+
+
 def _brief(error: BaseException) -> str:
-    return (str(error) or type(error).__name__)[:_SHOWN]
+    return printable((str(error) or type(error).__name__)[:_SHOWN])

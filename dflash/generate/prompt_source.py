@@ -168,7 +168,7 @@ def _dataset_rows(spelled: str) -> Iterable[Mapping[str, Any]]:
     name, _, split = spelled.partition(":")
     try:
         rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(name, split=split or "train")
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the library has its own, and lets those of its readers and of the hub through
         raise UsageError(f"The dataset {name}, split {split or 'train'}, can't be loaded: {error}") from error
     return rows
 

@@ -87,7 +87,7 @@ def read_prompt(record: Any, *, strip_answers: bool = False) -> Prompt:
 def _id(record: Mapping[str, Any]) -> str:
     value = record.get("id", record.get("prompt_id"))
     if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
+        value = str(value)
     if value is None:
         return ""
     if not isinstance(value, str) or not value or len(value) > _MAX_ID_CHARACTERS:
@@ -120,7 +120,7 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
     if unknown := set(sampling) - set(SamplingOptions.model_fields):
         raise bad_field("sampling", f"only {', '.join(SamplingOptions.model_fields)}", sorted(unknown))
     try:
-        SamplingOptions.model_validate(sampling)
+        SamplingOptions.model_validate(sampling, strict=True)  # else "5" and true would be numbers
     except ValidationError as error:
         raise bad_field("sampling", "values in range", str(error.errors()[0]["msg"])) from None
 

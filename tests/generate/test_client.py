@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +111,22 @@ def test_a_body_without_end_and_one_that_never_comes(monkeypatch: pytest.MonkeyP
 def test_nobody_listens() -> None:
     failure = ask(unused_url())
     assert (failure.kind, failure.is_fault, failure.is_pressure) == ("no_connection", True, False)
+
+
+def test_a_server_that_never_accepts_is_no_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_CONNECT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listening, contextlib.ExitStack() as waiting:
+        for _ in range(3):  # they fill the backlog
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(listening.getsockname())
+        failure = ask(f"http://127.0.0.1:{listening.getsockname()[1]}/v1")
+    assert (failure.kind, failure.message) == ("no_connection", "no connection within 0.3 s")
+
+
+def test_what_a_server_says_steers_no_terminal() -> None:
+    with serving(Raw(data=http(401, b"\x1b[2J\nno"))) as stub:
+        assert ask(stub.url).message == "status 401: \\x1b[2J\\nno"
 
 
 @pytest.mark.parametrize(

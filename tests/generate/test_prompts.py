@@ -75,6 +75,9 @@ def test_one_id_for_two_prompts_is_refused_by_name(tmp_path: Path) -> None:
         ('{"id": "a", "messages": [{"role": "user", "content": "x", "weight": 1e999}]}', "invalid_number: messages"),
         ('{"id": "a", "prompt": "\\ud83d"}', "invalid_unicode"),
         ({"id": "a" * 513, "messages": MESSAGES}, "id: expected"),
+        ({"id": 10**600, "messages": MESSAGES}, "id: expected"),
+        ({"id": "a", "messages": MESSAGES, "sampling": {"max_tokens": "5"}}, "valid integer"),
+        ({"id": "a", "messages": MESSAGES, "sampling": {"max_tokens": True}}, "valid integer"),
         ({"id": "a", "messages": [*MESSAGES, {"role": "tool"}]}, "messages[1]"),
         ({"id": "a", "messages": MESSAGES, "tools": [1]}, "tools: expected"),
     ],
@@ -132,6 +135,8 @@ def test_nothing_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="No prompts under"):
         open_prompts(str(tmp_path / "empty"), tmp_path, None)
+    with pytest.raises(UsageError, match="can't be loaded"):
+        open_prompts("datasets:", tmp_path, None)
 
 
 def test_a_dataset_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

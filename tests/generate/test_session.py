@@ -92,6 +92,15 @@ def test_parameters_that_no_request_can_hold_are_refused(value: dict[str, Any]) 
         GenerateRun(prompts="p", batch="b", endpoints=("http://a",), **value)
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["http://a b/v1", "http://a:99999/v1", "http://a:0/v1", "http://a:b/v1", "http://a\\b", "http://a/v1\n", "a:80"],
+)
+def test_what_is_no_address_is_refused_before_anything_is_asked(url: str) -> None:
+    with pytest.raises(ValidationError, match=r"(?i)address|port"):
+        GenerateRun(prompts="p", batch="b", endpoints=("http://[::1]:8000/v1", url))
+
+
 def test_failures_are_listed_and_done_again(tmp_path: Path, make_run: MakeRun) -> None:
     with serving(Stub(answer=aborting("question 3"))) as stub:
         run = make_run(stub, 10, max_attempts=2)
