@@ -79,16 +79,16 @@ def export_drafter(drafter: Drafter, folder: Path, options: ExportOptions) -> No
     Raises:
         ModelError: the folder exists, a weight isn't finite, or the files read back differ from what was written.
     """
-    if folder.exists():
+    if os.path.lexists(folder):
         raise ModelError(f"the export folder {folder} exists already: choose a new one or remove it")
     tensors = {name: _rounded(name, tensor, options.dtype) for name, tensor in drafter.state_dict().items()}
-    _check_tensors(tensors, drafter.config, "the drafter")
+    check_tensors(tensors, drafter.config, "the drafter")
     config = _config_file(drafter.config, options)
     if options.layout == "speculators":
         tensors |= _target_tensors(drafter.config, options)
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
         _write_texts(partial, {"config.json": json.dumps(config, indent=2) + "\n", **_named(options.documents)})
         _compare(partial, tensors, config, drafter.config)
@@ -96,8 +96,11 @@ def export_drafter(drafter: Drafter, folder: Path, options: ExportOptions) -> No
             _write_texts(partial, _named(options.describe(partial)))
         _flush(partial)
         partial.rename(folder)
-    except OSError as error:
-        raise ModelError(f"the export to {folder} failed: {error}") from error
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
+        raise ModelError(
+            f"the export to {folder} failed, and nothing of it is there: {error}. Free the disk, or choose another "
+            "place"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -130,7 +133,7 @@ def drafter_of(
     Raises:
         ModelError: tensors are missing, unexpected or of another shape; `where` says whose.
     """
-    _check_tensors(tensors, config, where)
+    check_tensors(tensors, config, where)
     with torch.device("meta"):
         drafter = Drafter(config, attention)
     drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, strict=True, assign=True)
@@ -144,7 +147,10 @@ def read_config(folder: Path) -> DrafterConfig:
         ModelError: it is missing, damaged or describes another network.
     """
     config = _read_json(folder / "config.json")
-    return from_speculators(config) if "speculators_model_type" in config else DrafterConfig.from_official(config)
+    try:
+        return from_speculators(config) if "speculators_model_type" in config else DrafterConfig.from_official(config)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from error
 
 
 def _config_file(config: DrafterConfig, options: ExportOptions) -> dict[str, Any]:
@@ -175,8 +181,12 @@ def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], config: DrafterConfig, where: str) -> None:
-    """Refuse tensors that aren't exactly those of the configuration."""
+def check_tensors(tensors: Mapping[str, Tensor], config: DrafterConfig, where: str) -> None:
+    """Refuse tensors that aren't exactly those of the configuration.
+
+    Raises:
+        ModelError: some are missing, unexpected or of another shape; `where` says whose.
+    """
     expected = tensor_shapes(config)
     missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     misshaped = [

@@ -116,7 +116,8 @@ class DrafterConfig(BaseModel):
             fields["target_layer_ids"] = default_target_layer_ids(fields["num_target_layers"], num_features)
         if fields.get("layer_types") is None:
             inner = "sliding_attention" if fields.get("sliding_window") is not None else "full_attention"
-            fields["layer_types"] = (inner,) * (fields["num_hidden_layers"] - 1) + ("full_attention",)
+            few = min(fields["num_hidden_layers"], MAX_LAYERS + 1)  # more are refused, not listed first
+            fields["layer_types"] = (inner,) * (few - 1) + ("full_attention",)
         return cls._validated(fields, "the drafter's choices")
 
     @classmethod
@@ -194,6 +195,11 @@ def default_target_layer_ids(num_target_layers: int, num_features: int) -> tuple
     if num_features < 1 or num_target_layers < 1:
         raise UsageError(
             f"layer ids need at least one feature and one layer, found {num_features} and {num_target_layers}"
+        )
+    if num_features > num_target_layers:
+        raise UsageError(
+            f"a target of {num_target_layers} layers has no {num_features} distinct layer ids: lower "
+            "num_target_features"
         )
     if num_features == 1:
         return (num_target_layers // 2,)

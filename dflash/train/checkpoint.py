@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,9 +26,15 @@ from torch import Tensor
 
 from dflash.errors import IntegrityError, StorageError, TrainingError
 from dflash.storage.files import file_sha256
-from dflash.train.checkpoint_record import OPTIMIZER, RECORD, TAKE_OLDER, WEIGHTS, read_record, record_digest
-
-_FINISHED: Final = re.compile(r"step-(\d{8,})")
+from dflash.train.checkpoint_record import (
+    OPTIMIZER,
+    RECORD,
+    TAKE_OLDER,
+    WEIGHTS,
+    read_record,
+    record_digest,
+    step_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +115,8 @@ class CheckpointFolder:
 
     def paths(self) -> list[Path]:
         """Return the finished checkpoints, oldest first."""
-        found = ((_FINISHED.fullmatch(path.name), path) for path in self.folder.glob("step-*"))
-        return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+        found = ((step_of(path), path) for path in self.folder.glob("step-*"))
+        return [path for _, path in sorted((step, path) for step, path in found if step is not None)]
 
     def latest(self) -> Path | None:
         """Return the newest finished checkpoint."""
@@ -155,12 +160,11 @@ def load(path: Path) -> Snapshot:
     """Read a checkpoint and check every byte of it.
 
     Raises:
-        IntegrityError: a file is missing or differs from its digest.
+        IntegrityError: a file is missing, differs from its digest, or can't be read.
     """
     record = read_record(path)
     _check_files(path, record, (WEIGHTS, OPTIMIZER))
-    optimizer = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
-    return Snapshot(record["step"], load_file(path / WEIGHTS), optimizer, record)
+    return Snapshot(record["step"], _tensors(path / WEIGHTS), _state(path / OPTIMIZER), record)
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
@@ -170,7 +174,24 @@ def load_weights(path: Path) -> dict[str, Tensor]:
         IntegrityError: the record or the weights are missing or differ from their digest.
     """
     _check_files(path, read_record(path), (WEIGHTS,))
-    return load_file(path / WEIGHTS)
+    return _tensors(path / WEIGHTS)
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise IntegrityError(f"{path} is no file of weights: {error}. {TAKE_OLDER}") from error
+
+
+def _state(path: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of zip, pickle and torch; a file that fits its digest may still be another's
+        raise IntegrityError(f"{path} is no state of an optimiser: {type(error).__name__}. {TAKE_OLDER}") from error
+    if not isinstance(state, dict) or not isinstance(state.get("optimizer", {}), dict):
+        raise IntegrityError(f"{path} is no state of an optimiser: found {type(state).__name__}. {TAKE_OLDER}")
+    return state
 
 
 def _check_files(path: Path, record: Mapping[str, Any], names: tuple[str, ...]) -> None:

@@ -54,8 +54,8 @@ class LossConfig(RunModel):
 class OptimizerConfig(RunModel):
     """AdamW with clipping and a cosine schedule."""
 
-    learning_rate: float = Field(default=6e-4, gt=0, description="Peak of the schedule.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Of the matrices; norms never decay.")
+    learning_rate: float = Field(default=6e-4, gt=0, le=10, description="Peak of the schedule.")
+    weight_decay: float = Field(default=0.0, ge=0, le=1, description="Of the matrices; norms never decay.")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment.")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the second moment.")
     clip_norm: float = Field(default=1.0, gt=0, description="Largest global gradient norm.")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.storage import S3Credentials
+from dflash.train.checkpoint_record import require_sections
 from dflash.train.environment import Difference, differences, fingerprint, gpu_memory, missing_packages
 from dflash.train.newest import newest_record
 
@@ -83,6 +84,7 @@ def examine(run: str | None, credentials: S3Credentials | None, cache: Path) -> 
     where, changes = None, []
     if run is not None:
         where, record = newest_record(run, credentials)
+        require_sections(record, ("environment",), where)
         changes = differences(record["environment"], environment)
     existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     return Examination(environment, gpu_memory(), shutil.disk_usage(existing).free, where, changes, missing_packages())

@@ -43,6 +43,7 @@ from dflash.train.launch import run_dir_of
 from dflash.train.loop import CHECKPOINTS, Run
 from dflash.train.memory_watch import MemoryWatch
 from dflash.train.preflight import Prepared, prepare
+from dflash.train.progress import Progress
 from dflash.train.resume import DataIdentity, TargetIdentity, check_resumable
 from dflash.train.run import RESULT, TrainRun
 from dflash.train.seats import Seat
@@ -220,7 +221,7 @@ def _remote(
 def _beginning(run_dir: Path) -> BatchState:
     """Where the order goes on: as the newest checkpoint says, else at its beginning."""
     latest = CheckpointFolder(run_dir / CHECKPOINTS).latest()
-    return BatchState() if latest is None else BatchState.from_json(read_record(latest)["progress"]["batch"])
+    return BatchState() if latest is None else Progress.of(read_record(latest), str(latest)).batch
 
 
 def _finish(

@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -23,15 +23,18 @@ from torch import Tensor
 
 from dflash.data.batches import BatchOrder, BatchState, Pack, ShardSource, Share, rank_share
 from dflash.data.prefetch import prefetch
-from dflash.errors import PeerLostError, TrainingError, UsageError
+from dflash.errors import IntegrityError, PeerLostError, TrainingError, UsageError
 from dflash.model.drafter import Drafter
+from dflash.model.export import check_tensors
 from dflash.train.checkpoint import CheckpointFolder, Snapshot, load
+from dflash.train.checkpoint_record import OPTIMIZER, TAKE_OLDER
 from dflash.train.config import TrainConfig
 from dflash.train.engine import Engine, StepReport
 from dflash.train.environment import fingerprint
 from dflash.train.feature_source import ComputedFeatures, FeatureModel, FeatureSource
 from dflash.train.hooks import Hooks, TrainResult
 from dflash.train.metrics import MetricsWriter
+from dflash.train.progress import Progress
 from dflash.train.ramp_up import ramp_up
 from dflash.train.replay import Features
 from dflash.train.resume import check_resumable
@@ -51,17 +54,6 @@ def order_of(config: TrainConfig) -> BatchOrder:
     return BatchOrder(config.seed, config.pack_tokens, config.window_rows, config.num_epochs)
 
 
-@dataclass(slots=True)
-class Progress:
-    """Where a run is; all of it goes into checkpoints."""
-
-    step: int = 0
-    batch: BatchState = field(default_factory=BatchState)
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    skipped_rows: int = 0
-
-
 class Run:
     """One training run in a folder; made anew it goes on from the newest checkpoint there.
 
@@ -77,6 +69,7 @@ class Run:
         TrainingError: the environment changed since the checkpoint and `accept_env_change` is off.
         UsageError: the settings can't go together, or differ from the checkpoint's.
         IncompatibleError: the checkpoint was trained on other data.
+        IntegrityError: the checkpoint is damaged, or isn't one of this drafter.
     """
 
     def __init__(
@@ -117,7 +110,7 @@ class Run:
                 self._warm_start(drafter, target, counts_V)
         self.engine = Engine(config, drafter, ends, features, self._world, vocabulary)
         if snapshot is not None:
-            self._restore(snapshot)
+            self._restore(snapshot, str(latest))
         self._last_loss: float | None = None
 
     def train(self) -> TrainResult:
@@ -278,7 +271,7 @@ class Run:
         if not self._world.is_first:
             return
         record = {
-            "progress": {**asdict(self.progress), "batch": self.progress.batch.to_json()},
+            "progress": self.progress.to_json(),
             "config": self.config.model_dump(mode="json"),
             "drafter": engine.drafter.config.model_dump(mode="json"),
             "halved": engine.halved,
@@ -289,12 +282,20 @@ class Run:
         state = {"optimizer": optimizer, "replay": engine.features.state_dict()}
         self._folder.save(Snapshot(self.progress.step, weights, state, record))
 
-    def _restore(self, snapshot: Snapshot) -> None:
-        load_full_state(self.engine.drafter, self.engine.optimizer, snapshot.weights, snapshot.optimizer["optimizer"])
-        self.engine.features.load_state_dict(snapshot.optimizer["replay"])
-        self.engine.halved = bool(snapshot.record["halved"])
-        fields = dict(snapshot.record["progress"])
-        self.progress = Progress(**{**fields, "batch": BatchState.from_json(fields["batch"])})
+    def _restore(self, snapshot: Snapshot, where: str) -> None:
+        engine, state = self.engine, snapshot.optimizer
+        self.progress = Progress.of(snapshot.record, where)
+        check_tensors(snapshot.weights, engine.drafter.config, where)
+        if bad := [name for name, tensor in snapshot.weights.items() if not bool(tensor.isfinite().all())]:
+            raise IntegrityError(f"{where}: {len(bad)} weights aren't finite, such as {bad[0]}. {TAKE_OLDER}")
+        try:
+            load_full_state(engine.drafter, engine.optimizer, snapshot.weights, state["optimizer"])
+            engine.features.load_state_dict(state["replay"])
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # whatever doesn't fit
+            raise IntegrityError(
+                f"{OPTIMIZER} of checkpoint {where} isn't one of this drafter: {error!r}. {TAKE_OLDER}"
+            ) from error
+        engine.halved = snapshot.record["halved"]
 
     def _vocabulary(self, counts_V: npt.NDArray[np.int64], head_VH: Tensor) -> LossVocabulary | None:
         size = self.config.loss_vocab_size

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import tempfile
-from pathlib import Path
 from typing import Any, Final
 
 from dflash.errors import UsageError
 from dflash.storage import S3Credentials, open_store
-from dflash.train.checkpoint_record import RECORD, read_record
+from dflash.train.checkpoint_record import RECORD, parse_record
 
 _STEP: Final = re.compile(r"(?:.*/)?step-(\d{8,})/" + re.escape(RECORD))
 _MAX_BYTES: Final = 256 << 20
@@ -37,6 +35,4 @@ def newest_record(uri: str, credentials: S3Credentials | None) -> tuple[str, dic
     if found is None:
         raise UsageError(f"{uri} holds no checkpoint. Expected {RECORD} there, or a run with checkpoints/step-*.")
     data = open_store(found, credentials).read(RECORD, max_bytes=_MAX_BYTES)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / RECORD).write_bytes(data)
-        return found, read_record(Path(folder))
+    return found, parse_record(data, found)

@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash.errors import IncompatibleError, TrainingError, UsageError
 from dflash.manifest import Manifest
+from dflash.train.checkpoint_record import require_sections
 from dflash.train.config import TrainConfig
 from dflash.train.environment import Difference, difference_table, differences
 
@@ -115,7 +116,9 @@ def check_resumable(
         TrainingError: the environment changed and `accept_env_change` is off.
         UsageError: settings differ that decide what is computed.
         IncompatibleError: the data or the target differs.
+        IntegrityError: the record lacks what a run needs.
     """
+    require_sections(record, ("environment", "config"), f"of {run}")
     changes = differences(record["environment"], dict(here))
     if changes and not config.accept_env_change:
         raise TrainingError(

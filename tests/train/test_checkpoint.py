@@ -4,19 +4,50 @@ import json
 import resource
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dflash.errors import IntegrityError, StorageError, TrainingError
+from dflash.storage.files import file_sha256
 from dflash.train import checkpoint
 from dflash.train.checkpoint import CheckpointFolder, Snapshot, load
-from dflash.train.checkpoint_record import OPTIMIZER, RECORD, WEIGHTS
+from dflash.train.checkpoint_record import OPTIMIZER, RECORD, WEIGHTS, record_digest
 
 
 def snapshot(step: int) -> Snapshot:
     weights = {"w": torch.full((3, 2), float(step)), "b": torch.arange(2.0)}
     return Snapshot(step, weights, {"state": {"m": torch.ones(3) * step}, "lr": 0.5}, {"note": "x", "step": step})
+
+
+def rewrite(path: Path, **fields: object) -> None:
+    """Change a record and let its digests fit, as a foreign writer would."""
+    record: dict[str, Any] = json.loads((path / RECORD).read_text())["record"]
+    record |= {"files": {name: file_sha256(path / name) for name in (WEIGHTS, OPTIMIZER)}} | fields
+    (path / RECORD).write_text(json.dumps({"sha256": record_digest(record), "record": record}))
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, OPTIMIZER])
+@pytest.mark.parametrize("content", [b"", b"garbage"])
+def test_a_file_of_something_else_is_refused_although_its_digest_fits(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    path = CheckpointFolder(tmp_path).save(snapshot(1))
+    (path / name).write_bytes(content)
+    rewrite(path)
+    with pytest.raises(IntegrityError, match=rf"{name} is no .*Resume from an older"):
+        load(path)
+    torch.save([1], path / OPTIMIZER)
+    rewrite(path)
+    with pytest.raises(IntegrityError, match="Resume from an older"):
+        load(path)
+
+
+def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = CheckpointFolder(tmp_path).save(snapshot(1)).rename(tmp_path / "step-00000099")
+    with pytest.raises(IntegrityError, match=r"step-00000099 is that of step 1: .*Resume from an older"):
+        load(path)
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
@@ -69,6 +100,12 @@ def test_a_record_of_another_shape_is_refused(tmp_path: Path) -> None:
     for record in ([], {"record": 3, "sha256": ""}, {"record": {"files": [], "step": 1}, "sha256": ""}):
         (path / RECORD).write_text(json.dumps(record))
         with pytest.raises(IntegrityError):
+            load(path)
+    torch_2 = {"environment": {"torch": 2}}
+    sections: list[dict[str, Any]] = [{"step": True}, {"step": -1}, {"environment": []}, torch_2, {"data": [1]}]
+    for section in sections:
+        rewrite(path, **{"step": 1, **section})
+        with pytest.raises(IntegrityError, match=f"holds what no run writes: {next(iter(section))}"):
             load(path)
     (path / RECORD).write_text("[" * 100_000)
     with pytest.raises(IntegrityError):
