@@ -24,8 +24,10 @@ from dflash.model.export import ExportOptions, TargetParts, export_drafter, load
 from dflash.model.features import Target
 from dflash.model.speculators_layout import Verifier
 from dflash.storage import S3Credentials, Store, open_store
+from dflash.storage.files import os_errors_as_storage_errors
 from dflash.train.checkpoint_record import WEIGHTS
 from dflash.train.newest import newest_record
+from dflash.train.preflight import refuse_inside
 
 _MAX_CARD_BYTES: Final = 16 << 20
 
@@ -66,7 +68,7 @@ def export_run(run: ExportRun, credentials: S3Credentials | None, cache: Path) -
     Raises:
         GateError: nobody evaluated these weights, and that wasn't waived.
         ModelError: the output holds an export or anything else, or what was written reads back differently.
-        UsageError: there is no checkpoint, or a target is needed and none is named.
+        UsageError: there is no checkpoint, a target is needed and none is named, or the output lies in the dataset.
     """
     subject = open_subject(run.checkpoint, credentials, cache)
     _require_exportable(subject)
@@ -74,6 +76,8 @@ def export_run(run: ExportRun, credentials: S3Credentials | None, cache: Path) -
     if evaluation is None or evaluation.drafter.weights_sha256 != subject.weights_sha256:
         _require_waiver(run, subject, evaluation)
         evaluation = None
+    if subject.dataset is not None:
+        refuse_inside(run.output, subject.dataset, "dataset")
     output = open_store(run.output, credentials)
     leftovers = _leftovers(output)
     job = _Export(run, subject, evaluation, credentials)
@@ -118,8 +122,9 @@ class _Export:
         drafter = self.subject.load()
         dtype: torch.dtype = getattr(torch, self.run.dtype)
         target = self._target_parts() if self.run.format == "speculators" else None
-        if folder.is_dir():
-            folder.rmdir()  # empty, as `export_run` saw; only a new folder can appear whole
+        with os_errors_as_storage_errors(str(folder)):
+            if folder.is_dir():
+                folder.rmdir()  # empty, as `export_run` saw; only a new folder can appear whole
         export_drafter(drafter, folder, ExportOptions(self.run.format, dtype, target, describe=self._describe))
         return {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
 
@@ -197,11 +202,23 @@ def _leftovers(output: Store) -> list[str]:
     Raises:
         ModelError: the output holds an export, or something that no export wrote.
     """
-    keys = [info.key for info in output.list()]
-    is_local = output.local_path(EXPORT_CONFIG) is not None  # a folder appears whole, so nothing in it is left over
-    if keys and (is_local or not set(keys) <= {CARD, WEIGHTS}):
-        raise ModelError(f"{output.uri} holds {len(keys)} objects already: choose a new place or empty it.")
+    local = output.local_path(EXPORT_CONFIG)
+    if local is None:
+        keys = [info.key for info in output.list()]
+        found = 0 if set(keys) <= {CARD, WEIGHTS} else len(keys)
+    else:  # a folder appears whole, so nothing in it is left over
+        keys, found = [], _held(local.parent)
+    if found:
+        raise ModelError(f"{output.uri} holds {found} objects already: choose a new place or empty it.")
     return keys
+
+
+def _held(folder: Path) -> int:
+    """How many files and folders a new folder's place holds, hidden ones too."""
+    if folder.is_symlink():
+        raise ModelError(f"{folder} is a link, and an export takes its place as a whole: name where it leads.")
+    with os_errors_as_storage_errors(str(folder)):
+        return len(list(folder.iterdir())) if folder.exists() else 0
 
 
 def _upload(folder: Path, output: Store) -> None:

@@ -56,7 +56,7 @@ def _layout(run: ExportRun) -> str:
 def _lines(
     run: ExportRun, subject: Subject, evaluation: EvaluationRecord | None, target: str, remeasured: Remeasured | None
 ) -> Iterator[str]:
-    config, data = subject.config, subject.record.get("data") or {}
+    config, data = subject.config, _section(subject.record, "data")
     yield from ("---", f"base_model: {json.dumps(target)}", "tags: [speculative-decoding, dflash]", "---", "")
     yield from (f"# DFlash drafter for {target}", "")
     yield "A block-diffusion drafter for speculative decoding (arXiv 2602.06036). It drafts only for this target."
@@ -80,23 +80,22 @@ def _lines(
     yield from ("", "## Acceptance", "")
     yield "Nobody evaluated this drafter." if evaluation is None else markdown(evaluation)
     yield from ("", _remeasured(remeasured), "", "## How to serve", "", _serving(run, target, config.num_draft_tokens))
-    environment: Mapping[str, str] = subject.record.get("environment") or {}
+    environment = _section(subject.record, "environment")
     yield from ("", "## Environment of the training", "", _facts(dict(sorted(environment.items()))))
 
 
 def _training(subject: Subject, data: Mapping[str, Any]) -> dict[str, str]:
-    train: Mapping[str, Any] = subject.record.get("config") or {}
-    optimizer, loss = train.get("optimizer") or {}, train.get("loss") or {}
-    progress: Mapping[str, Any] = subject.record.get("progress") or {}
-    tokens = (progress.get("batch") or {}).get("num_tokens")
+    train = _section(subject.record, "config")
+    optimizer, loss = _section(train, "optimizer"), _section(train, "loss")
+    tokens = _section(_section(subject.record, "progress"), "batch").get("num_tokens")
     return {
         "dataset version": str(data.get("manifest", _UNKNOWN)),
         "manifest digest": str(data.get("manifest_digest", _UNKNOWN)),
-        "rows": f"{data['num_rows']:,}" if "num_rows" in data else _UNKNOWN,
+        "rows": _count(data.get("num_rows")),
         "tokenizer fingerprint": str(data.get("tokenizer_fingerprint", _UNKNOWN)),
         "chat template fingerprint": str(data.get("template_fingerprint", _UNKNOWN)),
         "step": f"{subject.step:,}",
-        "tokens seen": _UNKNOWN if tokens is None else f"{tokens:,}",
+        "tokens seen": _count(tokens),
         "objective": f"{loss.get('objective', _UNKNOWN)}, {loss.get('weighting', _UNKNOWN)}",
         "learning rate": str(optimizer.get("learning_rate", _UNKNOWN)),
         "pack": f"{train.get('pack_tokens', _UNKNOWN)} tokens, {train.get('num_anchors', _UNKNOWN)} anchors",
@@ -125,8 +124,20 @@ def _serving(run: ExportRun, target: str, num_draft_tokens: int) -> str:
     return "DRAFTER is this folder.\n\n```\n" + "\n".join(shown) + "\n```"
 
 
-def _counts(counts: Mapping[str, int] | None) -> str:
-    return ", ".join(f"{name}: {count:,}" for name, count in counts.items()) if counts else _UNKNOWN
+def _section(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A table of a record, which another version may have written; empty where it is none."""
+    section = record.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else _UNKNOWN
+
+
+def _counts(counts: Any) -> str:
+    if not isinstance(counts, Mapping) or not counts:
+        return _UNKNOWN
+    return ", ".join(f"{name}: {_count(count)}" for name, count in counts.items())
 
 
 def _facts(facts: Mapping[str, str]) -> str:

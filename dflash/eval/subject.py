@@ -17,9 +17,15 @@ from dflash.model.drafter import Drafter
 from dflash.model.export import drafter_of, load_drafter, read_config
 from dflash.model.layout import DrafterConfig
 from dflash.storage import S3Credentials, Store, open_store
-from dflash.storage.files import file_sha256
+from dflash.storage.files import (
+    file_sha256,
+    move_into_place,
+    os_errors_as_storage_errors,
+    part_path,
+    write_part,
+)
 from dflash.train.checkpoint import load_weights
-from dflash.train.checkpoint_record import RECORD, WEIGHTS, read_record
+from dflash.train.checkpoint_record import RECORD, TAKE_OLDER, WEIGHTS, parse_record, read_record, require_sections
 from dflash.train.newest import newest_checkpoint
 
 _MAX_TEXT_BYTES: Final = 256 << 20
@@ -53,7 +59,15 @@ class Subject:
     @property
     def target(self) -> str | None:
         """Folder or id of the target as the training named it; None where nobody recorded it."""
-        name = (self.record.get("data") or {}).get("target")
+        return self._named("target")
+
+    @property
+    def dataset(self) -> str | None:
+        """Root of the dataset as the training named it; None where nobody recorded it."""
+        return self._named("dataset")
+
+    def _named(self, field: str) -> str | None:
+        name = (self.record.get("data") or {}).get(field)
         return name if isinstance(name, str) and name else None
 
     def load(self, dtype: torch.dtype = torch.float32) -> Drafter:
@@ -104,19 +118,34 @@ def open_subject(uri: str, credentials: S3Credentials | None, cache: Path) -> Su
 def _checkpoint(store: Store, cache: Path) -> Subject:
     folder = _local_folder(store, RECORD)
     if folder is None:
-        data = store.read(RECORD, max_bytes=_MAX_TEXT_BYTES)
-        folder = cache / "checkpoints" / hashlib.sha256(data).hexdigest()
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / RECORD).write_bytes(data)
+        folder = _fetch_checkpoint(store, cache)
     record = read_record(folder)
-    digest = record["files"].get(WEIGHTS)
-    if not (folder / WEIGHTS).is_file() and isinstance(digest, str):
-        store.download(f"{digest}.{WEIGHTS}", folder / WEIGHTS, sha256=digest)  # named as `train.checkpoint_store` does
+    require_sections(record, ("drafter",), store.uri)
+    if WEIGHTS not in record["files"]:
+        raise IntegrityError(f"{RECORD} of checkpoint {store.uri} names no {WEIGHTS}. {TAKE_OLDER}")
     try:
         config = DrafterConfig.model_validate(record["drafter"])
-    except (KeyError, TypeError, ValueError, ValidationError) as error:
-        raise IntegrityError(f"{RECORD} of {store.uri} doesn't describe a drafter: {error}") from error
-    return Subject(store, folder, str(digest), config, record["step"], record)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
+        raise IntegrityError(
+            f"{RECORD} of checkpoint {store.uri} doesn't describe a drafter: {problems}. {TAKE_OLDER}"
+        ) from error
+    return Subject(store, folder, record["files"][WEIGHTS], config, record["step"], record)
+
+
+def _fetch_checkpoint(store: Store, cache: Path) -> Path:
+    """Copy record and weights, named as `train.checkpoint_store` does; a copy that was damaged here is made again."""
+    data = store.read(RECORD, max_bytes=_MAX_TEXT_BYTES)
+    digest = parse_record(data, store.uri)["files"].get(WEIGHTS)
+    folder = cache / "checkpoints" / hashlib.sha256(data).hexdigest()
+    with os_errors_as_storage_errors(str(folder)):
+        part = part_path(folder / RECORD)
+        write_part(part, [data])
+        move_into_place(part, folder / RECORD)  # in one step: another evaluation may be reading it
+        weights = folder / WEIGHTS
+        if digest is not None and not (weights.is_file() and file_sha256(weights) == digest):
+            store.download(f"{digest}.{WEIGHTS}", weights, sha256=digest)
+    return folder
 
 
 def _export(store: Store, names: set[str], cache: Path) -> Subject:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dflash.data.dataset import DatasetRoot
 from dflash.errors import DatasetError, IncompatibleError, ModelError, UsageError
 from dflash.manifest import Manifest
 from dflash.model.layout import DrafterConfig
+from dflash.storage import parse_uri
 from dflash.train.config import TrainConfig
 from dflash.train.run import TrainRun
 
@@ -40,8 +42,10 @@ def prepare(run: TrainRun, root: DatasetRoot) -> Prepared:
         DatasetError: there is no such version, or it has no rows.
         IncompatibleError: the dataset was tokenized for another vocabulary.
         ModelError: the target's configuration can't be read, or the drafter doesn't fit it.
-        UsageError: a setting is missing or too large for the target.
+        UsageError: a setting is missing or too large for the target, or the output lies in the dataset or the target.
     """
+    refuse_inside(run.output, run.dataset, "dataset")
+    refuse_inside(run.output, run.target, "target")
     manifest = root.manifest(run.version)
     if not manifest.counts.num_rows:
         raise DatasetError(f"{manifest.name} of {run.dataset} has no rows, so there is nothing to train on.")
@@ -50,6 +54,32 @@ def prepare(run: TrainRun, root: DatasetRoot) -> Prepared:
     _check_lengths(run, manifest, text_config)
     config = _with_mask_id(run.train, manifest, text_config)
     return Prepared(config, manifest, text_config, drafter_config(config, text_config))
+
+
+def refuse_inside(output: str, holder: str, what: str) -> None:
+    """Refuse to write into a folder whose content others take as a whole: a dataset root, a target.
+
+    Args:
+        output: URI that is about to be written below.
+        holder: URI, or the hub id of a target, which holds nothing here.
+        what: `dataset` or `target`, for the message.
+
+    Raises:
+        UsageError: the output is that place, or lies inside it.
+    """
+    below, above = _place(output), _place(holder)
+    if below[: len(above)] == above:
+        raise UsageError(
+            f"The output {output} lies inside the {what} {holder}, which readers take as a whole and clean up: choose "
+            "an output outside it."
+        )
+
+
+def _place(uri: str) -> tuple[str, ...]:
+    """The parts of a place, links followed."""
+    location = parse_uri(uri)
+    path = Path(location.path).resolve() if location.scheme == "file" else Path(location.path)
+    return (location.scheme, location.bucket, *path.parts)
 
 
 def read_text_config(target: str, *, trust_remote_code: bool = False) -> Any:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 
-from dflash.errors import GateError, ModelError, UsageError
+from dflash.errors import DflashError, GateError, ModelError, StorageError, UsageError
 from dflash.eval.config import DecodeConfig, EvaluateRun, ExportRun
 from dflash.eval.export_job import export_run, is_exported
 from dflash.eval.job import evaluate_run
 from dflash.model.export import load_drafter
 from dflash.storage import S3Store
+from dflash.train.checkpoint_record import RECORD, record_digest
 from tests.eval.small_run import SmallRun
 
 
@@ -109,3 +111,50 @@ def test_the_speculators_layout_goes_to_s3_with_its_configuration_last(
     with pytest.raises(ModelError, match="holds 4 objects already"):
         export_run(run, s3_store.credentials, tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("export-*"))
+
+
+def test_an_output_that_no_new_folder_can_take_is_named(small_run: SmallRun, tmp_path: Path) -> None:
+    small_run.save(1, dataset=str(tmp_path / "data"))
+
+    def refused(output: Path, message: str, error: type[DflashError] = ModelError) -> None:
+        run = export_of(small_run, output, without_evaluation=True)
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(error, match=message):
+            export_run(run, None, tmp_path / "cache")
+        assert sorted(tmp_path.rglob("*")) == before
+
+    (tmp_path / "parent" / "empty").mkdir(parents=True)
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / ".a.part").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    refused(tmp_path / "parent", "holds 1 objects already")
+    refused(tmp_path / "hidden", "holds 1 objects already")
+    refused(tmp_path / "link", "is a link")
+    refused(tmp_path / "file", "file", StorageError)
+    refused(tmp_path / "file" / "below", "below failed, and nothing of it is there")
+    refused(tmp_path / ("y" * 250), "nothing of it is there")
+    refused(tmp_path / "data" / "shards" / "export", "lies inside the dataset", UsageError)
+
+
+@pytest.mark.parametrize("max_bytes", [0, 200, 20_000])
+def test_a_full_disk_leaves_nothing_of_an_export(small_run: SmallRun, tmp_path: Path, max_bytes: int) -> None:
+    small_run.save(1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, limits[1]))
+    try:
+        with pytest.raises(ModelError, match=r"out failed, and nothing of it is there"):
+            export_run(export_of(small_run, tmp_path / "out", without_evaluation=True), None, tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_record_of_another_version_still_gets_a_card(small_run: SmallRun, tmp_path: Path) -> None:
+    path = small_run.save(1)
+    record = json.loads((path / RECORD).read_text())["record"]
+    record |= {"config": {"optimizer": 3}, "progress": {"batch": {"num_tokens": "x"}}}
+    record |= {"data": {"num_rows": "x", "thinking": 3}}
+    (path / RECORD).write_text(json.dumps({"sha256": record_digest(record), "record": record}))
+    export_run(export_of(small_run, tmp_path / "out", without_evaluation=True), None, tmp_path / "cache")
+    assert "| rows | not recorded |" in (tmp_path / "out" / "README.md").read_text()

@@ -170,6 +170,16 @@ def test_a_run_on_s3_goes_on_from_there_on_another_machine(
     assert left == []
 
 
+@pytest.mark.parametrize("place", ["dataset", "target"])
+def test_a_run_is_not_kept_inside_what_it_reads(train: Train, dataset: str, target: Path, place: str) -> None:
+    holder = {"dataset": Path(dataset), "target": target}[place]
+    before = sorted(holder.rglob("*"))
+    for output in (holder, holder / "shards" / "run", holder / "x" / ".." / "run"):
+        with pytest.raises(UsageError, match=f"lies inside the {place}|'\\.\\.'"):
+            train("run", change={"output": str(output)})
+    assert sorted(holder.rglob("*")) == before
+
+
 @pytest.mark.parametrize("output", ["taken", "taken/below", "run"])
 def test_an_output_that_can_not_be_a_folder_is_named(train: Train, tmp_path: Path, output: str) -> None:
     (tmp_path / "taken").write_text("a file")
