@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,14 +91,16 @@ def thinking_counts(prompts: Sequence[Prompt]) -> dict[str, int]:
 
 def _records(uri: str, credentials: S3Credentials | None) -> Iterator[tuple[str, bytes]]:
     for store, key in _files(uri, credentials):
-        data = store.read(key, max_bytes=MAX_FILE_BYTES)
-        for line in iter_lines(io.BytesIO(data), key, ReadLimits()):
-            where = f"{store.uri}/{key}:{line.number}"
-            if line.error is not None:
-                raise UsageError(f"{where} can't be read: {line.error}")
-            content = line.data.removeprefix(b"\xef\xbb\xbf") if line.number == 1 else line.data
-            if content.strip():
-                yield where, content
+        with tempfile.TemporaryFile() as file:  # the size on disk tells a decompression bomb
+            file.write(store.read(key, max_bytes=MAX_FILE_BYTES))
+            file.seek(0)
+            for line in iter_lines(file, key, ReadLimits()):
+                where = f"{store.uri}/{key}:{line.number}"
+                if line.error is not None:
+                    raise UsageError(f"{where} can't be read: {line.error}")
+                content = line.data.removeprefix(b"\xef\xbb\xbf") if line.number == 1 else line.data
+                if content.strip():
+                    yield where, content
 
 
 def _files(uri: str, credentials: S3Credentials | None) -> list[tuple[Store, str]]:
@@ -114,6 +116,8 @@ def _prompt(data: bytes, where: str, tokenizer: TargetTokenizer, template_kwargs
     if not isinstance(record, dict):
         raise bad_field("the record", "an object with messages", record)
     kwargs = {**template_kwargs, **_optional(record, "chat_template_kwargs", dict, {})}
+    if not isinstance(kwargs.get(THINKING_FLAG), bool | None):
+        raise bad_field(f"chat_template_kwargs.{THINKING_FLAG}", "true or false", kwargs[THINKING_FLAG])
     name, source = (_optional(record, field, str, None) for field in ("id", "source"))
     ids = _optional(record, "prompt_token_ids", list, None)
     if ids:

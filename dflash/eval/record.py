@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from datetime import datetime
 from typing import Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dflash.errors import IntegrityError, ObjectNotFoundError
 from dflash.eval.config import EvaluateRun
-from dflash.eval.report import AcceptanceReport
+from dflash.eval.report import OVERALL, AcceptanceReport
 from dflash.storage import Store
 
 EVALUATION: Final = "evaluation.json"
@@ -47,12 +48,22 @@ class EvaluationRecord(_Stored):
 
     format_version: Literal[1] = 1
     drafter: Measured
-    target: str = Field(description="Folder or hub id of the target.")
+    target: str = Field(min_length=1, description="Folder or hub id of the target.")
     prompts: PromptSet
     options: EvaluateRun = Field(description="All parameters of the run.")
     report: AcceptanceReport = Field(description="tau with its definition, by source and overall; divergences.")
     environment: dict[str, str] = Field(description="Versions, CUDA, driver, devices.")
     created_at: datetime
+
+    @model_validator(mode="after")
+    def _has_tau(self) -> Self:
+        """Refuse an evaluation that says nothing, or something that can't be measured: a gate reads it."""
+        groups = self.report.groups
+        if OVERALL not in groups:
+            raise ValueError(f"report.groups lacks {OVERALL}, found {sorted(groups)}")
+        if wrong := [f"{name} {group.tau}" for name, group in groups.items() if not 1 <= group.tau < math.inf]:
+            raise ValueError(f"tau is a finite number of at least 1, found {', '.join(wrong)}")
+        return self
 
     @property
     def tau(self) -> float:
@@ -73,8 +84,13 @@ class EvaluationRecord(_Stored):
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
-            raise IntegrityError(f"{where} is no evaluation of version {FORMAT_VERSION}: {problems}.") from error
+            problems = "; ".join(
+                f"{'.'.join(map(str, item['loc'])) or 'the file'}: {item['msg']}" for item in error.errors()[:5]
+            )
+            raise IntegrityError(
+                f"{where} is no evaluation of version {FORMAT_VERSION}: {problems}. Remove it, then run `dflash "
+                "evaluate` again."
+            ) from error
 
 
 def read_evaluation(store: Store) -> EvaluationRecord | None:

@@ -68,6 +68,10 @@ def test_a_checkpoint_on_s3_is_read_and_evaluated_there(small_run: SmallRun, s3_
     uri = f"{s3_store.uri}/run"
     result = evaluate_run(run_of(small_run, checkpoint=uri), credentials, tmp_path / "cache")
     assert result.uri == f"{uri}/checkpoints/step-00000003/evaluation.json"
+    (copy,) = (tmp_path / "cache").rglob("model.safetensors")
+    copy.write_bytes(copy.read_bytes()[:-9])  # a copy that was damaged here is made again
+    again = evaluate_run(run_of(small_run, checkpoint=uri), credentials, tmp_path / "cache")
+    assert again.record.tau == result.record.tau
     local = evaluate_run(run_of(small_run), None, tmp_path / "cache")
     assert result.record.tau == local.record.tau
     assert result.record.drafter.weights_sha256 == local.record.drafter.weights_sha256
@@ -109,6 +113,14 @@ def test_what_cannot_be_evaluated_is_refused(small_run: SmallRun, tmp_path: Path
     (path / "evaluation.json").write_text('{"format_version": 2}')
     with pytest.raises(IntegrityError, match=r"no evaluation of version 1.*format_version"):
         read_evaluation(open_store(str(path)))
+    fields = record.model_dump(mode="json")
+    for changes in ({"groups": {}}, {"groups": {"overall": fields["report"]["groups"]["overall"] | {"tau": 0.5}}}):
+        (path / "evaluation.json").write_text(json.dumps(fields | {"report": fields["report"] | changes}))
+        with pytest.raises(
+            IntegrityError, match=r"no evaluation of version 1.*(lacks overall|overall 0\.5).*Remove it"
+        ):
+            read_evaluation(open_store(str(path)))
+    (path / "evaluation.json").unlink()
     write_evaluation(open_store(str(path)), record)
     weights = bytearray((path / "model.safetensors").read_bytes())
     weights[-1] ^= 1

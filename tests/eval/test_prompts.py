@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -111,3 +113,20 @@ def test_drafted_tokens_are_shown_in_another_colour(tokenizer: TargetTokenizer) 
     shown = render(Decoded(ids=ids, accepted=[2, 1]), tokenizer)
     assert shown.plain.startswith("abcdef\n\n3 of 6 tokens drafted, 2 passes")
     assert [shown.plain[span.start : span.end] for span in shown.spans if span.style == "bold green"][:2] == ["bc", "e"]
+
+
+def test_compressed_prompts_are_read_and_damaged_ones_named(tmp_path: Path, tokenizer: TargetTokenizer) -> None:
+    lines = "".join(json.dumps(record) + "\n" for record in PROMPTS).encode()
+    for name, data in {"a.jsonl.gz": gzip.compress(lines), "b.jsonl.zst": zstandard.compress(lines)}.items():
+        (tmp_path / name).write_bytes(data)
+        assert len(read_prompts(str(tmp_path / name), tokenizer, {})) == len(PROMPTS)
+        (tmp_path / name).write_bytes(b"not compressed")
+        with pytest.raises(UsageError, match=rf"{name}:1 can't be read"):
+            read_prompts(str(tmp_path / name), tokenizer, {})
+
+
+@pytest.mark.parametrize("flag", ["yes", [1], 1])
+def test_thinking_is_on_or_off(tmp_path: Path, tokenizer: TargetTokenizer, flag: object) -> None:
+    record = {"id": "a", "messages": USER, "chat_template_kwargs": {"enable_thinking": flag}}
+    with pytest.raises(UsageError, match=r"jsonl:1 .*chat_template_kwargs\.enable_thinking: expected true or false"):
+        read(tmp_path, tokenizer, [record])
