@@ -10,6 +10,7 @@ from typing import Any
 METRICS, PICTURE = "metrics.jsonl", "curves.png"
 _CURVES = (("loss", "loss"), ("accuracy", "share of slots right"), ("learning_rate", "learning rate"))
 _MAX_POINTS = 2000
+_MAX_STEP, _MAX_VALUE = 2**53, 1e300
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -27,7 +28,14 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] <= _MAX_STEP:
+        return None
+    values = [row.get(name) for name, _ in _CURVES]
+    return row if all(value is None or _can_be_drawn(value) for value in values) else None
+
+
+def _can_be_drawn(value: Any) -> bool:
+    return type(value) in {int, float} and abs(value) < _MAX_VALUE  # false for NaN, too
 
 
 def metrics_until(run_dir: Path, step: int) -> list[dict[str, Any]]:

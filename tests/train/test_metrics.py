@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash.train.curves import METRICS, MetricsTail, read_metrics
+import pytest
+
+from dflash.train.curves import METRICS, MetricsTail, plot_metrics, read_metrics
 from dflash.train.metrics import MetricsWriter
 
 
@@ -26,6 +28,22 @@ def test_a_resumed_run_replaces_the_steps_behind_its_checkpoint_and_who_reads_al
         file.write('{"step": 10, "lo')
     assert tail.newest() is None
     assert not (tmp_path / "metrics.part").exists()
+
+
+UNDRAWABLE = ('"x"', "[]", "NaN", "1e999", "1" + "0" * 4000, "true")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *('{"step": true}', '{"step": -1}', '{"step": 1' + "0" * 4000 + "}"),
+        *(f'{{"step": 1, "loss": {value}}}' for value in UNDRAWABLE),
+    ],
+)
+def test_lines_that_can_not_be_drawn_end_no_run(tmp_path: Path, line: str) -> None:
+    (tmp_path / METRICS).write_text(f'{line}\n{{"step": 2, "loss": 1.5, "accuracy": null}}\n')
+    assert [row["step"] for row in read_metrics(tmp_path)] == [2]
+    plot_metrics(tmp_path, tmp_path / "curves.png")
 
 
 def test_damaged_lines_end_no_run(tmp_path: Path) -> None:
