@@ -13,11 +13,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from dflash.data.chat import template_messages
+from dflash.data.chat import RESERVED_KWARGS, template_messages
 from dflash.data.messages import normalise_message
 from dflash.data.prompting import prompt_token_ids
 from dflash.data.tokenizer import TargetTokenizer
@@ -118,29 +118,37 @@ class ChatServer:
         try:
             asked, body_bytes = await _read(request)
             decoding = await asyncio.to_thread(self._decoding, asked, body_bytes)
-            decoded = await self._decoded(decoding)
+            decoded = await self._decoded(decoding, request)
         except Refusal as refusal:
             return refusal.response()
+        except ClientDisconnect:
+            return Refusal(499, "the client has gone").response()  # nobody reads it
         except asyncio.CancelledError:  # uvicorn does it when its time to stop is over, and awaits nothing behind it
             return Refusal(503, "the server is stopping; ask another one", "overloaded").response()
         return JSONResponse(self._reply(asked, decoding, decoded))
 
-    async def _decoded(self, decoding: Decoding) -> Decoded:
+    async def _decoded(self, decoding: Decoding, request: Request) -> Decoded:
         future = self.engine.submit(decoding)
         if future is None:
             raise Refusal(429, "too many requests wait; try again", "overloaded")
         try:
-            return await asyncio.wrap_future(future)
+            return await _unless_gone(asyncio.wrap_future(future), request)
+        except ClientDisconnect:
+            raise
         except ServiceError as error:
             raise Refusal(503, str(error), "overloaded") from error
         except Exception as error:
             log.exception("decoding failed")
             raise Refusal(500, f"decoding failed: {type(error).__name__}: {error}", "server_error") from error
+        finally:
+            decoding.given_up.set()
 
     def _decoding(self, asked: ChatRequest, body_bytes: int) -> Decoding:
         """Render and check a request."""
         if asked.model not in (None, self.name):
             raise Refusal(404, f"the model {asked.model!r} is not served; expected {self.name!r}", "not_found_error")
+        if reserved := RESERVED_KWARGS.intersection(asked.chat_template_kwargs):
+            raise Refusal(400, f"chat_template_kwargs: {', '.join(sorted(reserved))} can't be passed")
         try:
             self._require_short(asked, body_bytes)
             ids = prompt_token_ids(self.tokenizer, asked.messages, asked.tools, asked.chat_template_kwargs)
@@ -198,6 +206,19 @@ class ChatServer:
             choice["token_ids"] = decoded.ids
             reply["prompt_token_ids"] = list(decoding.prompt_ids)
         return reply
+
+
+async def _unless_gone(answer: asyncio.Future[Decoded], request: Request) -> Decoded:
+    """Wait for an answer as long as its client does: others would queue behind what nobody reads."""
+    gone = asyncio.ensure_future(request.receive())  # behind a whole body nothing else comes
+    try:
+        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ClientDisconnect
+        return answer.result()
+    finally:
+        gone.cancel()
+        answer.cancel()
 
 
 async def _read(request: Request) -> tuple[ChatRequest, int]:

@@ -9,6 +9,7 @@ Legend: b rows, X tokens of a pass, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,12 +30,14 @@ class Decoding:
         max_tokens: at most so many new ones.
         sampling: how they are chosen.
         top_k: likeliest ids that are chosen from; None for all.
+        given_up: set it from any thread when nobody waits for the answer; what there is by then is the answer.
     """
 
     prompt_ids: Sequence[int]
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     top_k: int | None = None
+    given_up: threading.Event = field(default_factory=threading.Event, compare=False)
 
 
 @dataclass(slots=True)
@@ -107,7 +110,8 @@ def _choose(logits_bV: Tensor, rows: Sequence[_Row], end_ids: Collection[int]) -
 
 
 def _is_done(row: _Row, end_ids: Collection[int]) -> bool:
-    return len(row.sampled) >= row.decoding.max_tokens or (bool(row.sampled) and row.sampled[-1] in end_ids)
+    has_ended = len(row.sampled) >= row.decoding.max_tokens or (bool(row.sampled) and row.sampled[-1] in end_ids)
+    return has_ended or row.decoding.given_up.is_set()
 
 
 def _likeliest(logits_V: Tensor, top_k: int | None) -> Tensor:

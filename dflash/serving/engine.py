@@ -135,7 +135,9 @@ class Engine:
             return []
         if self._speculator is not None and len(decodings) == 1 and decodings[0].top_k is None:
             one = decodings[0]
-            options = DecodeOptions(one.max_tokens, self._end_ids, one.sampling, self._has_to_stop)
+            options = DecodeOptions(
+                one.max_tokens, self._end_ids, one.sampling, lambda: self._is_stopping or one.given_up.is_set()
+            )
             decoded = self._speculator.decode(one.prompt_ids, options)
             return [(decoded.ids, decoded.accepted)]
         return [(ids, None) for ids in decode_batch(self._model, decodings, self._end_ids, self._has_to_stop)]

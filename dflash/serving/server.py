@@ -127,10 +127,14 @@ class _Server(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    if not host:
+        raise ServiceError("'' can't be listened at: it stands for every address. Choose another --host or --port.")
     try:
         return socket.create_server((host, port), backlog=1024)
-    except OSError as error:
-        raise ServiceError(f"{host}:{port} can't be listened at: {error}. Choose another --host or --port.") from error
+    except (OSError, ValueError) as error:  # the latter for names that no resolver takes
+        raise ServiceError(
+            f"{host!r}:{port} can't be listened at: {error}. Choose another --host or --port."
+        ) from error
 
 
 def _load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -16,6 +17,7 @@ from starlette.testclient import TestClient
 from dflash.data.tokenizer import load_tokenizer
 from dflash.model.target_loading import load_model
 from dflash.serving.chat_api import ChatServer
+from dflash.serving.decoding import Decoding
 from dflash.serving.engine import Engine
 
 END = frozenset({2})
@@ -107,10 +109,34 @@ def test_more_than_the_context_has_room_for_is_refused(client: TestClient) -> No
         (b'{"messages": [{"role": "user", "content": "x"}], "stream": true}', "stream: "),
         (b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}', "response_f"),
         (b'{"messages": [{"role": "user", "content": "x"}], "presence_penalty": 0.5}', "presence_penalty: "),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": []}}',
+            "chat_template_kwargs: messages can't be passed",
+        ),
     ],
 )
 def test_bad_requests_are_refused_by_name(client: TestClient, body: bytes, found: str) -> None:
     assert found in error_of(client.post(COMPLETE, content=body), 400)["message"]
+
+
+@pytest.mark.parametrize("sent", [b"{", json.dumps({"messages": QUESTION, "max_tokens": 400}).encode()])
+def test_a_client_that_goes_away_is_no_failure_and_holds_nobody_up(server: ChatServer, sent: bytes) -> None:
+    is_whole = len(sent) > 1
+    coming = [{"type": "http.request", "body": sent, "more_body": not is_whole}, {"type": "http.disconnect"}]
+    statuses: list[int] = []
+
+    async def receive() -> Any:
+        return coming.pop(0)
+
+    async def send(message: Any) -> None:
+        statuses.extend([message["status"]] if "status" in message else [])
+
+    scope = {"type": "http", "method": "POST", "path": COMPLETE, "headers": [], "query_string": b""}
+    asyncio.run(server.app()(scope, receive, send))
+    assert (statuses, coming) == ([499], [])
+    following = server.engine.submit(Decoding([5], 1))
+    assert following is not None
+    assert len(following.result(60).ids) == 1
 
 
 def test_a_body_beyond_the_limit_is_refused_when_it_has_come(

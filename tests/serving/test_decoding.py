@@ -90,6 +90,14 @@ def test_a_stopped_decoding_ends_with_what_it_has(model: Any) -> None:
     assert decode_batch(model, [Decoding([5, 6, 7], 9)], END, lambda: next(stops)) == [whole[0][:2]]
 
 
+def test_a_row_that_is_given_up_leaves_its_batch_with_what_it_has(model: Any) -> None:
+    left = Decoding([5, 6, 7], 9)
+    stops = iter([lambda: False, lambda: False, left.given_up.set, *[lambda: False] * 9])
+    whole = decode_batch(model, [Decoding([5, 6, 7], 9)], END)[0]
+    rows = [left, Decoding([5, 6, 7], 9)]
+    assert decode_batch(model, rows, END, lambda: bool(next(stops)())) == [whole[:2], whole]
+
+
 def test_a_failing_batch_fails_alone(model: Any) -> None:
     with Engine(model, END) as engine:
         bad = engine.submit(Decoding([10**9], 3))

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from dflash.data.tokenizer import load_tokenizer
-from dflash.errors import UsageError
+from dflash.errors import ServiceError, UsageError
 from dflash.generate.config import GenerateRun, SamplingOptions
 from dflash.model.drafter import Drafter
 from dflash.model.export import ExportOptions, export_drafter
@@ -120,6 +120,12 @@ def test_a_stopping_server_waits_for_nobody_long(server: tuple[str, subprocess.P
         assert b"503 Service Unavailable" in reply
         assert b'"error":{"message":"the server is stopping' in reply
         assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("host", ["", "a" * 300, "999.1.1.1"])
+def test_what_is_no_address_is_refused_before_anything_loads(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ServiceError, match=r"can't be listened at: .*\. Choose another --host or --port\."):
+        serve(ServeOptions("none", host=host), None, tmp_path, lambda _: None)
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:99", ""])
