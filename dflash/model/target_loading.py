@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from transformers import (
 )
 
 from dflash.errors import ModelError
+
+_LAYER: Final = re.compile(r"(.*?\blayers\.)\d+\.")
 
 
 def load_model(path: str, dtype: torch.dtype | None, *, trust_remote_code: bool) -> Any:
@@ -39,7 +42,7 @@ def load_model(path: str, dtype: torch.dtype | None, *, trust_remote_code: bool)
         )
     except Exception as error:  # of transformers, safetensors and the architecture, or of the target's own code
         raise ModelError(f"the target {path} can't be loaded: {error}") from error
-    _refuse_invented_weights(path, model, report)
+    _refuse_other_weights(path, model, report)
     return model
 
 
@@ -88,8 +91,8 @@ def weight_of(module: Any, what: str) -> Tensor:
     return weight
 
 
-def _refuse_invented_weights(path: str, model: Any, report: dict[str, Any]) -> None:
-    """Refuse a model part of whose text weights did not come from the checkpoint.
+def _refuse_other_weights(path: str, model: Any, report: dict[str, Any]) -> None:
+    """Refuse a model part of whose text weights did not come from the checkpoint, or that leaves text layers out.
 
     A nested text model or an untied head that is silently initialised at random is the classic way to train a drafter
     on noise. Weights outside the text model (a vision tower) may be missing: they never run.
@@ -99,6 +102,16 @@ def _refuse_invented_weights(path: str, model: Any, report: dict[str, Any]) -> N
     parts = (decoder, model.get_input_embeddings(), model.get_output_embeddings())
     text = {id(tensor) for part in parts if part is not None for tensor in part.state_dict(keep_vars=True).values()}
     names = [name for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) in text]
+    layers = {match[1] for name in names if (match := _LAYER.match(name))}
+    left_out = sorted(
+        name for name in report["unexpected_keys"] if (match := _LAYER.match(name)) and match[1] in layers
+    )
+    if left_out:
+        raise ModelError(
+            f"the target {path} holds {len(left_out)} weights of text layers that its config.json doesn't describe, "
+            f"so another model would run: {left_out[:5]}{' and more' if len(left_out) > 5 else ''}. Check that "
+            "config.json belongs to these weights"
+        )
     wrong = sorted(invented.intersection(names))
     if wrong or report["error_msgs"]:
         raise ModelError(

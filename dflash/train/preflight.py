@@ -39,7 +39,7 @@ def prepare(run: TrainRun, root: DatasetRoot) -> Prepared:
     """Resolve the version and check all that can be checked without weights.
 
     Raises:
-        DatasetError: there is no such version, or it has no rows.
+        DatasetError: there is no such version, or it has no rows or no loss tokens.
         IncompatibleError: the dataset was tokenized for another vocabulary.
         ModelError: the target's configuration can't be read, or the drafter doesn't fit it.
         UsageError: a setting is missing or too large for the target, or the output lies in the dataset or the target.
@@ -49,6 +49,11 @@ def prepare(run: TrainRun, root: DatasetRoot) -> Prepared:
     manifest = root.manifest(run.version)
     if not manifest.counts.num_rows:
         raise DatasetError(f"{manifest.name} of {run.dataset} has no rows, so there is nothing to train on.")
+    if not manifest.counts.num_loss_tokens:
+        raise DatasetError(
+            f"{manifest.name} of {run.dataset} has {manifest.counts.num_rows} rows and no token to learn: all loss "
+            "masks are empty. Look at `dflash inspect`, and tokenize the completions again with the target's template."
+        )
     text_config = read_text_config(run.target, trust_remote_code=run.trust_remote_code)
     _check_vocabulary(run, manifest, text_config)
     _check_lengths(run, manifest, text_config)

@@ -203,6 +203,23 @@ def test_a_target_with_a_damaged_configuration_is_named(
         train("run", change={"target": str(damaged)})
 
 
+@pytest.mark.parametrize(("layers", "message"), [(3, r"9 weights of text layers .*layers\.3\."), (5, "lacks 9 of 48")])
+def test_a_target_with_the_configuration_of_another_is_named(
+    train: Train, tmp_path: Path, target: Path, layers: int, message: str
+) -> None:
+    other = shutil.copytree(target, tmp_path / "other")
+    fields = json.loads((other / "config.json").read_text("utf-8"))
+    (other / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": layers}), "utf-8")
+    with pytest.raises(ModelError, match=message):
+        train("run", change={"target": str(other)}, drafter={"num_hidden_layers": 1, "target_layer_ids": [0, 2]})
+
+
+def test_data_without_a_token_to_learn_is_refused(train: Train, tmp_path: Path) -> None:
+    publish_rows(str(tmp_path / "empty"), tmp_path / "made-empty", prompt=24)
+    with pytest.raises(DatasetError, match="18 rows and no token to learn"):
+        train("run", change={"dataset": str(tmp_path / "empty")})
+
+
 def test_a_target_with_cut_weights_is_named(train: Train, tmp_path: Path, target: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(target, damaged)

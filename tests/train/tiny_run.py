@@ -41,14 +41,20 @@ def write_target(folder: Path, vocab_size: int = VOCAB) -> Path:
 
 
 def publish_rows(
-    uri: str, work: Path, credentials: S3Credentials | None = None, *, num_shards: int = 3, rows_per_shard: int = 6
+    uri: str,
+    work: Path,
+    credentials: S3Credentials | None = None,
+    *,
+    num_shards: int = 3,
+    rows_per_shard: int = 6,
+    prompt: int = 2,
 ) -> Manifest:
-    """Publish another version of a dataset, with shards of random rows of its own."""
+    """Publish another version of a dataset, with shards of random rows of its own, 8 to 23 tokens with their prompt."""
     root = DatasetRoot.open(uri, credentials, work / "cache")
     pointer = root.pointer()
     version = 1 if pointer is None else pointer.record.version + 1
     parent = None if pointer is None else pointer.record.manifest
-    shards = tuple(_put_shard(root, work, (version, shard), rows_per_shard) for shard in range(num_shards))
+    shards = tuple(_put_shard(root, work, (version, shard), rows_per_shard, prompt) for shard in range(num_shards))
     manifest = Manifest(
         version=version,
         parent=parent,
@@ -66,7 +72,7 @@ def publish_rows(
     return manifest
 
 
-def _put_shard(root: DatasetRoot, work: Path, seed: tuple[int, int], num_rows: int) -> ShardEntry:
+def _put_shard(root: DatasetRoot, work: Path, seed: tuple[int, int], num_rows: int, prompt: int) -> ShardEntry:
     g = np.random.default_rng(seed)
     lengths = g.integers(8, 24, num_rows)
     name = "-".join(map(str, seed))
@@ -75,10 +81,10 @@ def _put_shard(root: DatasetRoot, work: Path, seed: tuple[int, int], num_rows: i
     rows = TokenizedRows(
         ids=g.integers(1, VOCAB - 1, int(lengths.sum())).astype(np.int32),
         offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
-        mask=np.concatenate([np.arange(length) > 1 for length in lengths]),
+        mask=np.concatenate([np.arange(length) >= prompt for length in lengths]),
         sample_ids=[f"{name}-{row}" for row in range(num_rows)],
         sources=["made"] * num_rows,
-        num_loss_tokens=(lengths - 2).astype(np.int32),
+        num_loss_tokens=np.maximum(lengths - prompt, 0).astype(np.int32),
         output_tokens=(lengths - 2).astype(np.int32),
         finish_reasons=["stop"] * num_rows,
         flags=np.zeros(num_rows, np.uint16),
