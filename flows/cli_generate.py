@@ -69,6 +69,9 @@ def spot_check_command(
 
     log = BatchLog(open_store(batch, store_credentials(), BATCH_LIMITS))
     log.load()
+    log.require_published()
+    if not log.parts:
+        raise UsageError(f"No parts of a batch in {batch}: expected the folder of a batch of dflash generate.")
     log.verify()
     report = assess_batch(log.store, log.counts)
     sys.stdout.write(json.dumps(report.to_json(), ensure_ascii=False) + "\n" if as_json else render_markdown(report))

@@ -64,9 +64,14 @@ def read_index(store: Store, info: ObjectInfo) -> PartIndex:
     """A part by its index, or by itself where the index is missing or isn't this part's.
 
     Raises:
-        DamagedDatasetError: see `read_part`.
+        DamagedDatasetError: see `read_part`; or the part is empty and its index isn't, so that it ends no batch.
     """
     if not info.size:
+        if _has_index(store, info.key):
+            raise DamagedDatasetError(
+                f"{store.uri}/{info.key} is empty, but records are counted in {_index_key(info.key)}. Put it back from "
+                "a copy. Or, where there is no _SUCCESS yet and no run goes on, remove both and run again."
+            )
         return read_part(store, info)
     try:
         index = parse_json(store.read(_index_key(info.key), max_bytes=PART_BYTES))
@@ -118,6 +123,14 @@ def put_index(store: Store, index: PartIndex) -> None:
         store.put_if_absent(_index_key(index.part.key), index.to_bytes())
     except IntegrityError:  # another version of this code wrote it; the part itself is what counts
         return
+
+
+def _has_index(store: Store, key: str) -> bool:
+    try:
+        store.head(_index_key(key))
+    except ObjectNotFoundError:
+        return False
+    return True
 
 
 def find_record(store: Store, part: Part, prompt_id: str) -> dict[str, Any] | None:

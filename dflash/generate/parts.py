@@ -42,6 +42,12 @@ _PART: Final = re.compile(r"part-(\d{5,})\.jsonl")
 _READERS: Final = 16
 
 
+class _Published(msgspec.Struct):
+    """What is read of `_SUCCESS`."""
+
+    parts: list[dict[str, Any]]
+
+
 @dataclass(slots=True)
 class BatchLog:
     """The parts of a batch, as far as this process knows them.
@@ -144,6 +150,24 @@ class BatchLog:
         except IntegrityError:
             return False
         return True
+
+    def require_published(self) -> None:
+        """Hold the parts to those that `_SUCCESS` names, where it is there and this code's.
+
+        Raises:
+            DamagedDatasetError: parts are gone or changed; names them.
+        """
+        try:
+            told = msgspec.json.decode(self.store.read(SUCCESS), type=_Published).parts
+        except (ObjectNotFoundError, msgspec.MsgspecError):
+            return
+        known = {part.key: part.to_json() for part in self.parts}
+        changed = [key for part in told if known.get(key := str(part.get("part"))) != part]
+        if changed:
+            raise DamagedDatasetError(
+                f"{self.store.uri}: {len(changed)} of {len(told)} parts that {SUCCESS} names are gone or changed: "
+                f"{', '.join(changed[:10])}. Put them back from a copy."
+            )
 
     def first_record(self) -> dict[str, Any] | None:
         """A record of the batch, if there is any."""

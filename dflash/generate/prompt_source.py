@@ -15,7 +15,7 @@ from dflash.data.lines import ReadLimits, iter_lines
 from dflash.data.strict_json import check_value, parse_json
 from dflash.errors import RecordError, UsageError
 from dflash.generate.prompts import Prompt, digest_of, read_prompt
-from dflash.storage import S3Credentials, Store, open_store
+from dflash.storage import S3Credentials, Store, open_store, parse_uri
 
 SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
 MAX_NAMED: Final = 10  # prompts that a refusal names
@@ -146,6 +146,22 @@ def open_prompts(
     if not keys:
         raise UsageError(f"No prompts under {name}: expected files ending in {', '.join(SUFFIXES)}. Check the name.")
     return PromptSource(name, [(_local(store, key, folder), key) for key in keys], strip_answers=strip_answers)
+
+
+def require_apart(prompts: str, batch: str) -> None:
+    """Refuse a batch that would be read as prompts when its run goes on.
+
+    Raises:
+        UsageError: its folder is that of the prompts, or lies in it.
+    """
+    if prompts.startswith("datasets:") or prompts.endswith(SUFFIXES):
+        return
+    outer = parse_uri(prompts).uri.rstrip("/")
+    if f"{parse_uri(batch).uri}/".startswith(f"{outer}/"):
+        raise UsageError(
+            f"The batch {batch} lies in the folder of the prompts, {prompts}: the next run would take its records for "
+            "prompts. Give it a folder beside them."
+        )
 
 
 def _local(store: Store, key: str, folder: Path) -> Path:

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from dflash.data.completions import normalise_record
 from dflash.data.dataset import POINTER_KEY, DatasetRoot
 from dflash.data.lines import ReadLimits, iter_lines
-from dflash.data.plan import list_completions
+from dflash.data.plan import SUFFIXES, list_completions
 from dflash.data.records import Reason
 from dflash.data.shards import read_index
 from dflash.data.strict_json import parse_json
@@ -79,6 +79,7 @@ def find_prompts(run: RegenerateRun, credentials: S3Credentials | None, cache: P
     """
     search = _Search(run, _open_source(run, credentials, cache))
     batch = open_store(run.generate.batch, credentials, BATCH_LIMITS)
+    _require_own(batch, run)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prompts"
         with path.open("wb") as file:
@@ -95,6 +96,16 @@ def find_prompts(run: RegenerateRun, credentials: S3Credentials | None, cache: P
                     "findings. Give a new one."
                 ) from error
     return Search(uri, dict(search.found), search.num_records, search.num_lost)
+
+
+def _require_own(batch: Store, run: RegenerateRun) -> None:
+    """Refuse a folder with completions that this command didn't begin, before anything is written there."""
+    keys = {item.key for item in batch.list("")}
+    if PROMPTS_KEY not in keys and any(key.endswith(SUFFIXES) for key in keys):
+        raise UsageError(
+            f"{run.generate.batch} holds completions that weren't regenerated: what is found in {run.source} goes into "
+            "a batch of its own. Give a new folder."
+        )
 
 
 @dataclass(slots=True)

@@ -81,12 +81,15 @@ class GenerateSession:
 
         Raises:
             UsageError: prompts that can't be used, or a store that doesn't hold what a batch needs.
+            DamagedDatasetError: the batch isn't what was written.
         """
         self._list = WorkList.read(self.run, self.log, self._spool, self._credentials)
         self.log.store.probe_conditional_writes()
         self._tell(step="reading the batch", num_prompts=len(self._list.ids))
         was_complete = self.log.is_complete()  # asked first: another run may complete it while it is listed
         self.log.load()
+        if was_complete:
+            self.log.require_published()
         self._upload_full()
         left = len(self._list.missing())
         # A closed batch without `_SUCCESS` is one whose run was stopped in between: this one writes it, if it would.

@@ -9,7 +9,7 @@ from dflash.errors import UsageError
 from dflash.generate.changes import name_changes
 from dflash.generate.config import GenerateRun
 from dflash.generate.parts import BatchLog, short_hash
-from dflash.generate.prompt_source import MAX_NAMED, PromptSource, open_prompts
+from dflash.generate.prompt_source import MAX_NAMED, PromptSource, open_prompts, require_apart
 from dflash.generate.prompts import Prompt, digest_of
 from dflash.generate.requests import Request, make_request
 from dflash.generate.spool import Spool
@@ -44,6 +44,7 @@ class WorkList:
         Raises:
             UsageError: prompts that can't be used; names them.
         """
+        require_apart(run.prompts, run.batch)
         prompts = open_prompts(run.prompts, spool.folder / "prompts", credentials, strip_answers=run.strip_answers)
         return cls(run, prompts, prompts.check(), log, spool)
 

@@ -72,7 +72,7 @@ def _completed(client: Any) -> dict[str, Any]:
 def test_the_command_prints_one_object_and_fails_with_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from dflash.errors import DatasetError
+    from dflash.errors import DatasetError, UsageError
     from flows.cli_generate import generate_command, regenerate_command, spot_check_command
 
     path = write_prompts(tmp_path / "prompts.jsonl", [prompt(number) for number in range(6)])
@@ -91,6 +91,8 @@ def test_the_command_prints_one_object_and_fails_with_what_to_do(
         generate_command(None, settings, str(path), [stub.url], batch, only_failed=True, as_json=True)
     printed = json.loads(capsys.readouterr().out)
     assert (printed["complete"], printed["records"], printed["new"]) == (True, 6, 1)
+    with pytest.raises(UsageError, match="No parts of a batch in"):
+        spot_check_command(str(tmp_path / "nothing"), as_json=True)
     spot_check_command(batch, as_json=True)
     assert json.loads(capsys.readouterr().out)["num_records"] == 6
     regenerate_command(None, ["few_tokens=10"], batch, [stub.url], str(tmp_path / "new"), as_json=True)

@@ -126,6 +126,16 @@ def test_a_limit_that_can_not_be_multiplied_loses_no_prompt(tmp_path: Path, limi
     assert json.loads(Path(search.prompts).read_text())["sampling"] == {"max_tokens": asked}
 
 
+def test_nothing_is_written_into_a_batch_that_was_not_regenerated(tmp_path: Path, batch: Path) -> None:
+    into_itself = make(batch, batch.parent)
+    into_itself = into_itself.model_copy(
+        update={"generate": into_itself.generate.model_copy(update={"batch": str(batch)})}
+    )
+    with pytest.raises(UsageError, match=r"holds completions that weren't regenerated: .*Give a new folder"):
+        find_prompts(into_itself, None, tmp_path / "cache")
+    assert sorted(path.name for path in batch.iterdir()) == ["a.jsonl", "b.jsonl"]
+
+
 def test_nothing_lacking_asks_for_nothing(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "a.jsonl").write_text(json.dumps(RECORDS[0]) + "\n")
