@@ -265,12 +265,16 @@ def _only_one(run_dir: Path, wait_s: float) -> Iterator[None]:
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(run_dir / ".lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + wait_s
+    waiting = False
     try:
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if not waiting:
+                    log.warning("another trainer works in %s: waiting up to %.0f s for its end", run_dir, wait_s)
+                    waiting = True
                 if time.monotonic() > deadline:
                     raise TrainingError(
                         f"Another trainer has worked in {run_dir} for {wait_s:.0f} s. Let it end, or choose another "

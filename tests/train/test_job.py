@@ -129,12 +129,15 @@ def test_memory_is_checked_before_the_target_loads(train: Train, monkeypatch: py
         train("run", pack_tokens=256, num_anchors=2**30)
 
 
-def test_a_folder_is_trained_in_by_one_trainer_at_a_time(train: Train, tmp_path: Path) -> None:
+def test_a_folder_is_trained_in_by_one_trainer_at_a_time(
+    train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with (
         job._only_one(tmp_path / "run", 0),
         pytest.raises(TrainingError, match=r"Another trainer has worked in .*run for 0 s"),
     ):
         train("run", change={"stop_grace_s": 0.001})
+    assert "waiting up to 0 s for its end" in caplog.text
 
 
 def test_a_run_on_s3_goes_on_from_there_on_another_machine(
