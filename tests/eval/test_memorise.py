@@ -63,7 +63,7 @@ def test_eight_rows_are_memorised_to_tau_three(example_completions: Path, tmp_pa
     target = Target.load(str(ensure_smollm2(MODEL)), (1, 8, 14), dtype=torch.float32)
     drafter = build_drafter(CONFIG, drafter_config(CONFIG, target.text_config), target)
     asked = [Prompt(one["id"], "rows", tuple(one["prompt_token_ids"])) for one in records]
-    before = evaluate(Speculator(target, drafter), asked, DecodeOptions(6), compare=False)
+    before = evaluate(Speculator(target, drafter), asked, DecodeOptions(3), compare=False)
     result = Run(CONFIG, target, drafter, shards, tmp_path / "run").train()
     drafter.load_state_dict(dict(load(result.checkpoint).weights))
     after = evaluate(Speculator(target, drafter), asked, DecodeOptions(NEW_TOKENS))
