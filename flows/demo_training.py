@@ -47,7 +47,8 @@ def train_on(demo: Demo, stack: StackConnection, dataset: str) -> dict[str, Any]
     shutil.copyfile(run_dir / PICTURE, curves)
     demo.console.print(
         f"[bold]tau {before:.2f} before training, {result['tau']:.2f} after {result['step']:,} steps[/bold] on "
-        f"{NUM_PROMPTS} held-out prompts (before: the first {MAX_TOKENS_BEFORE} tokens of each)\nDrafter         {result['export']}\nCurves          {curves}"
+        f"{NUM_PROMPTS} held-out prompts (before: the first {MAX_TOKENS_BEFORE} tokens of each)\n"
+        f"Drafter         {result['export']}\nCurves          {curves}"
     )
     return {
         "tau_before": before,
