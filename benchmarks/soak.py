@@ -48,6 +48,7 @@ from dflash.generate.config import GenerateRun, SamplingOptions  # noqa: E402
 from dflash.runs import TrainRun  # noqa: E402
 from dflash.storage import open_store  # noqa: E402
 from embedded import stack as stacks  # noqa: E402
+from embedded.model_server import start_model_server  # noqa: E402
 from embedded.prefect_api import LocalPrefectApi  # noqa: E402
 from embedded.processes import find_free_ports  # noqa: E402
 from embedded.smollm2 import ensure_smollm2  # noqa: E402
@@ -76,14 +77,7 @@ class ModelServer:
         """Start it unless it runs, and wait until it answers."""
         if self.process is not None and self.process.poll() is None:
             return
-        command = [str(Path(sys.executable).with_name("dflash")), "serve", str(MODEL), "--port", str(self.port)]
-        with (self.folder / "serve.log").open("ab") as errors:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise ServiceError(f"dflash serve did not start; see {errors.name}")
-        self.url = json.loads(line)["url"]
+        self.url, self.process = start_model_server(MODEL, self.folder / "serve.log", port=self.port)
 
     def stop(self) -> None:
         """End it."""

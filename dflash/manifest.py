@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dflash.config import TokenizeOptions
 from dflash.errors import DatasetError
+from dflash.validation import problems_of
 
 FORMAT_VERSION: Final = 1
 Sha256 = str
@@ -50,9 +51,7 @@ class Contract(BaseModel):
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, item['loc'])) or 'document'}: {item['msg']}" for item in error.errors()[:5]
-            )
+            problems = problems_of(error, "document")
             raise DatasetError(
                 f"{where} is not a valid {cls.__name__} (format {FORMAT_VERSION}): {problems}. "
                 "It was damaged or written by another version; restore it from a backup or upgrade."

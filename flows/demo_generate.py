@@ -8,8 +8,6 @@ exported. Everything is small: the loop is shown, not a good drafter.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +18,10 @@ from rich.console import Console
 
 from dflash.config import GateThresholds, MergeRun, TokenizeRun
 from dflash.data.plan import CODE_VERSION
-from dflash.errors import ServiceError
 from dflash.generate.config import GenerateRun, SamplingOptions
 from dflash.manifest import fingerprint_of
 from dflash.runs import DrafterRun
+from embedded.model_server import start_model_server
 from embedded.smollm2 import ensure_smollm2
 from embedded.stack import StackConnection
 from flows.demo_steps import EXAMPLES, REPOSITORY, Demo, run_deployed, start_stack
@@ -121,16 +119,13 @@ def serving(target: Path, project: Path, demo: Demo) -> Iterator[str]:
     """
     log = project / ".dflash" / "logs" / "serve.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [str(Path(sys.executable).with_name("dflash")), "serve", str(target), "--port", "0"]
-    with demo.step("serve"), log.open("wb") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        assert process.stdout is not None
-        line = process.stdout.readline()
+    log.unlink(missing_ok=True)
+    with demo.step("serve"):
+        url, process = start_model_server(target, log)
     try:
-        if not line:
-            raise ServiceError(f"dflash serve ended with code {process.wait()} before it was ready. See {log}.")
-        yield json.loads(line)["url"]
+        yield url
     finally:
         process.terminate()
         process.wait(60)
+        assert process.stdout is not None
         process.stdout.close()

@@ -109,15 +109,12 @@ def _prompt_segments(
     if completion.prompt_token_ids:
         check_ids("prompt_token_ids", completion.prompt_token_ids, tokenizer.known_ids)
         return [Segment("", is_loss=False, ids=completion.prompt_token_ids)]
-    if turn and options.loss_on == "last_turn":
-        return [Segment(turn.prompt, is_loss=False, continues=False)]
-    conversation = _conversation(completion, tokenizer)
-    prompt = turn.prompt if turn else conversation.prompt(len(completion.messages) - 1)
+    prompt = turn.prompt if turn else _conversation(completion, tokenizer).prompt(len(completion.messages) - 1)
     if options.loss_on == "last_turn":
         return [Segment(prompt, is_loss=False, continues=False)]
     # Before each earlier turn is rendered: a prompt that can't fit would cost time quadratic in its turns for nothing.
     _require_room(Segment(prompt, is_loss=False), tokenizer, options)
-    return _chain_segments(conversation, prompt)
+    return _chain_segments(_conversation(completion, tokenizer), prompt)
 
 
 def _chain_segments(conversation: Conversation, prompt: str) -> list[Segment]:

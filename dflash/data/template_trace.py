@@ -15,7 +15,17 @@ from typing import Any, Final
 
 import jinja2
 
-from dflash.data.traced_text import MARK, Piece, Recorder, Step, TracedText, Untraceable, concat
+from dflash.data.traced_text import (
+    MARK,
+    Piece,
+    Recorder,
+    Step,
+    TracedText,
+    Untraceable,
+    concat,
+    join_pieces,
+    run_steps,
+)
 from dflash.errors import RecordError, TokenizerError
 
 MAX_MESSAGES: Final = 64  # of a conversation that is traced
@@ -57,14 +67,8 @@ class Trace:
 
     def replay(self, texts: Sequence[str]) -> str | None:
         """Render the record with these texts; None if the template would go another way."""
-        registers: list[Any] = list(texts)
-        for function, source, arguments, expected in self.steps:
-            value = function(registers[source], *arguments)
-            if expected is None:
-                registers.append(value)
-            elif value is not expected:
-                return None
-        return "".join([registers[piece] if isinstance(piece, int) else piece for piece in self.pieces])
+        registers = run_steps(self.steps, texts)
+        return None if registers is None else join_pieces(self.pieces, registers)
 
 
 class TracedTemplate:

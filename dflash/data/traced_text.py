@@ -7,7 +7,7 @@ counts only if it equals the reference on probes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, NoReturn, Self
 
@@ -37,6 +37,23 @@ class Step(NamedTuple):
     source: int
     arguments: tuple[Any, ...]
     expected: bool | None
+
+
+def run_steps(steps: Iterable[Step], texts: Iterable[str]) -> list[Any] | None:
+    """The registers of a record with these texts; None where a test comes out otherwise than noted."""
+    registers: list[Any] = list(texts)
+    for function, source, arguments, expected in steps:
+        value = function(registers[source], *arguments)
+        if expected is None:
+            registers.append(value)
+        elif value is not expected:
+            return None
+    return registers
+
+
+def join_pieces(pieces: Iterable[Piece], registers: Sequence[str]) -> str:
+    """The text that pieces are of these registers."""
+    return "".join([registers[piece] if isinstance(piece, int) else piece for piece in pieces])
 
 
 @dataclass(slots=True)

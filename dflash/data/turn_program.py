@@ -11,19 +11,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from dflash.data.control_tokens import ControlTokens
-from dflash.data.template_trace import Trace
-from dflash.data.traced_text import Piece, Step
+from dflash.data.template_trace import CHECK_EVERY, Trace
+from dflash.data.traced_text import Piece, Step, join_pieces, run_steps
 
-MAX_SHAPES: Final = 4096
 MAX_PROGRAMS: Final = 512
-CHECK_EVERY: Final = 1024  # replays of which one is rendered by Jinja too
 TEXT_FIELDS: Final = ("reasoning_content", "content")
-
-# A piece with its history in place of its number: a literal, the number of a text, or a cut of another.
-_Named = str | int | tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +74,12 @@ class TurnProgram:
 
     def replay(self, texts: Sequence[str]) -> TurnTexts | None:
         """The turn with these texts, which spell no control token; None if the template would go another way."""
-        registers: list[Any] = list(texts)
-        for function, source, arguments, expected in self.steps:
-            value = function(registers[source], *arguments)
-            if expected is None:
-                registers.append(value)
-            elif value is not expected:
-                return None
-        response = "".join([piece if piece.__class__ is str else registers[piece] for piece in self.response])  # type: ignore[index]
-        return TurnTexts(
-            "".join([piece if piece.__class__ is str else registers[piece] for piece in self.prompt]),  # type: ignore[index]
-            response,
-            (len(response) - self.tail[0], len(response) - self.tail[1]),
-        )
+        registers = run_steps(self.steps, texts)
+        if registers is None:
+            return None
+        response = join_pieces(self.response, registers)
+        terminator = (len(response) - self.tail[0], len(response) - self.tail[1])
+        return TurnTexts(join_pieces(self.prompt, registers), response, terminator)
 
 
 class TurnPrograms:
@@ -120,9 +108,10 @@ class TurnPrograms:
         """Whether the last replay is one to compare."""
         return self.num_replays % CHECK_EVERY == 0
 
-    def has_room(self, shape: Hashable) -> bool:
+    @property
+    def has_room(self) -> bool:
         """Whether one more program may be tried; each attempt counts, since one that fails is as dear."""
-        return self._num_attempts < MAX_PROGRAMS and (shape in self._programs or len(self._programs) < MAX_SHAPES)
+        return self._num_attempts < MAX_PROGRAMS
 
     def note_attempt(self) -> None:
         """Count an attempt to make a program."""

@@ -168,7 +168,7 @@ class _TurnRender:
         """Make a program of a turn that was rendered, if it is as plain as that and proves right on probes."""
         programs, template = self.conversation.programs, self.conversation.template
         shape = self._shape(message)
-        if shape is None or split.spells_control or not programs.has_room(shape[0]):
+        if shape is None or split.spells_control or not programs.has_room:
             return
         prompt = template.trace(self.history, self.kwargs, add_generation_prompt=True)
         full = template.trace([*self.history, message], self.kwargs, add_generation_prompt=False)

@@ -13,6 +13,7 @@ from dflash.errors import IntegrityError, ObjectNotFoundError
 from dflash.eval.config import EvaluateRun
 from dflash.eval.report import OVERALL, AcceptanceReport
 from dflash.storage import Store
+from dflash.validation import problems_of
 
 EVALUATION: Final = "evaluation.json"
 FORMAT_VERSION: Final = 1
@@ -84,9 +85,7 @@ class EvaluationRecord(_Stored):
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, item['loc'])) or 'the file'}: {item['msg']}" for item in error.errors()[:5]
-            )
+            problems = problems_of(error, "the file")
             raise IntegrityError(
                 f"{where} is no evaluation of version {FORMAT_VERSION}: {problems}. Remove it, then run `dflash "
                 "evaluate` again."

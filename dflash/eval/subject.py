@@ -27,6 +27,7 @@ from dflash.storage.files import (
 from dflash.train.checkpoint import load_weights
 from dflash.train.checkpoint_record import RECORD, TAKE_OLDER, WEIGHTS, parse_record, read_record, require_sections
 from dflash.train.newest import newest_checkpoint
+from dflash.validation import problems_of
 
 _MAX_TEXT_BYTES: Final = 256 << 20
 
@@ -126,7 +127,7 @@ def _checkpoint(store: Store, cache: Path) -> Subject:
     try:
         config = DrafterConfig.model_validate(record["drafter"])
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
+        problems = problems_of(error)
         raise IntegrityError(
             f"{RECORD} of checkpoint {store.uri} doesn't describe a drafter: {problems}. {TAKE_OLDER}"
         ) from error

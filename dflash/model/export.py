@@ -27,6 +27,7 @@ from dflash.model.attention import Backend
 from dflash.model.drafter import Drafter
 from dflash.model.layout import DrafterConfig, ExportFormat, tensor_shapes
 from dflash.model.speculators_layout import Verifier, from_speculators, to_speculators
+from dflash.storage.files import sync_path
 
 Describe = Callable[[Path], Mapping[str, str]]
 
@@ -218,11 +219,7 @@ def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
 def _flush(folder: Path) -> None:
     """Make all files durable before the folder gets its name."""
     for path in (*folder.iterdir(), folder):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_path(path)
 
 
 def _compare(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], drafter: DrafterConfig) -> None:

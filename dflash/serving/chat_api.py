@@ -25,6 +25,7 @@ from dflash.errors import RecordError, ServiceError
 from dflash.eval.sampling import Sampling
 from dflash.serving.decoding import Decoding
 from dflash.serving.engine import Decoded, Engine
+from dflash.validation import problems_of
 
 MAX_BODY_BYTES = 64 << 20
 
@@ -236,7 +237,7 @@ async def _read(request: Request) -> tuple[ChatRequest, int]:
     try:
         return ChatRequest.model_validate_json(b"".join(chunks)), size
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
+        problems = problems_of(error)
         raise Refusal(400, problems) from error
 
 

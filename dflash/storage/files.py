@@ -78,7 +78,7 @@ def move_into_place(part: Path, path: Path) -> None:
     """Rename a finished part file over `path` and make the rename durable."""
     with os_errors_as_storage_errors(str(path)):
         part.replace(path)
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
 
 @contextmanager
@@ -102,9 +102,9 @@ def source_size(source: bytes | Path) -> int:
         return source.stat().st_size
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync_path(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

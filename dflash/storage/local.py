@@ -30,7 +30,7 @@ from dflash.storage.files import (
     part_path,
     remove_part,
     source_size,
-    sync_folder,
+    sync_path,
     tee,
     write_part,
 )
@@ -122,7 +122,7 @@ class LocalStore(Store):
                 except FileExistsError:
                     self._check_same(key, path, digest)
                     return False
-                sync_folder(path.parent)
+                sync_path(path.parent)
         finally:
             remove_part(part)
         self.counters.add(TransferCounts(bytes_up=digest.size, requests=1))

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash.errors import IntegrityError, StorageError, TrainingError
-from dflash.storage.files import file_sha256
+from dflash.storage.files import file_sha256, sync_path
 from dflash.train.checkpoint_record import (
     OPTIMIZER,
     RECORD,
@@ -94,7 +93,7 @@ class CheckpointFolder:
         try:
             self._build(snapshot, building)
             building.rename(final)
-            _flush(self.folder)
+            sync_path(self.folder)
         except (OSError, SafetensorError, RuntimeError) as error:  # each writer has its own error for a full disk
             shutil.rmtree(building, ignore_errors=True)
             raise StorageError(
@@ -111,7 +110,7 @@ class CheckpointFolder:
         text = json.dumps({"sha256": record_digest(record), "record": record}, indent=1, sort_keys=True)
         (building / RECORD).write_text(text + "\n", encoding="utf-8")
         for path in (building / WEIGHTS, building / OPTIMIZER, building / RECORD, building):
-            _flush(path)
+            sync_path(path)
 
     def paths(self) -> list[Path]:
         """Return the finished checkpoints, oldest first."""
@@ -208,11 +207,3 @@ def _sha256(path: Path) -> str:
         return file_sha256(path)
     except OSError as error:
         raise IntegrityError(f"{path} can't be read: {error}. {TAKE_OLDER}") from error
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

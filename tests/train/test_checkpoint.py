@@ -112,7 +112,7 @@ def test_a_record_of_another_shape_is_refused(tmp_path: Path) -> None:
         load(path)
 
 
-@pytest.mark.parametrize("fault", ["save_file", "_flush", "record_digest"])
+@pytest.mark.parametrize("fault", ["save_file", "sync_path", "record_digest"])
 def test_a_crash_leaves_the_old_checkpoint_and_the_next_save_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
