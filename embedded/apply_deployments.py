@@ -27,9 +27,16 @@ from prefect_aws import AwsClientParameters, AwsCredentials, S3Bucket
 from dflash.errors import DflashError, ServiceError, UsageError
 from dflash.storage import S3Credentials
 from embedded.prefect_settings import HEARTBEAT_S
-from embedded.stack_set_up import POOLS, RESULTS_BLOCK, S3_BLOCK, ZOMBIE_AUTOMATION, read_entrypoints
+from embedded.stack_set_up import LOST_AUTOMATION, POOLS, RESULTS_BLOCK, S3_BLOCK, ZOMBIE_AUTOMATION, read_entrypoints
 
 KINDS = ("process", "docker", "kubernetes")
+START_S = {"process": 100, "docker": 900, "kubernetes": 900}
+"""Seconds that a run may take from its submission to its first heartbeat, by kind of pool: images may have to come."""
+# What ends the wait for a first heartbeat: the steps before it (Running, a pull step) are no sign of a living process.
+_HEARD = (
+    *("heartbeat", "Completed", "Failed", "Crashed", "Cancelling", "Cancelled"),
+    *("Scheduled", "Late", "AwaitingRetry", "AwaitingConcurrencySlot", "Paused", "Suspended"),
+)
 _DEPLOYMENTS = Path(__file__).resolve().parents[1] / "deployments" / "prefect.yaml"
 
 
@@ -49,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise UsageError("DFLASH_PROJECT is not set: expected the folder in which flow runs work, on the workers")
     read_entrypoints(args.deployments)
     create_pools(args.deployments.parent / "pools", args.pools)
-    save_zombie_automation()
+    save_automations(args.pools)
     if args.bucket:
         save_store(args.bucket)
     deploy(args.deployments)
@@ -100,25 +107,50 @@ def save_store(bucket: str) -> None:
     S3Bucket(bucket_name=bucket, bucket_folder="prefect-results", credentials=block).save(RESULTS_BLOCK, overwrite=True)
 
 
-def save_zombie_automation() -> None:
-    """Let the server mark a flow run Crashed that sent heartbeats and then nothing for three intervals."""
-    automation = AutomationCore(
-        name=ZOMBIE_AUTOMATION,
-        description="Marks a flow run Crashed when its process is gone and no worker noticed.",
-        trigger=EventTrigger(
-            after={"prefect.flow-run.heartbeat"},
-            expect={"prefect.flow-run.*"},
-            match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
-            for_each={"prefect.resource.id"},
-            posture=Posture.Proactive,
-            threshold=1,
-            within=timedelta(seconds=3 * HEARTBEAT_S),
+def save_automations(kind: str = "process") -> None:
+    """Let the server mark flow runs Crashed whose process is gone and no worker noticed.
+
+    One watches runs that have sent heartbeats, and runs that a worker has claimed; one watches from there to the first
+    heartbeat, where a run would stay Pending for ever.
+    """
+    silent_s, start_s = 3 * HEARTBEAT_S, START_S[kind]
+    started = {f"prefect.flow-run.{name}" for name in _HEARD}
+    watches = {
+        ZOMBIE_AUTOMATION: _silence(
+            {"prefect.flow-run.heartbeat", "prefect.flow-run.Pending"}, {"prefect.flow-run.*"}, silent_s
         ),
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=f"no heartbeat for {3 * HEARTBEAT_S} s")],
-    )
+        LOST_AUTOMATION: _silence({"prefect.flow-run.Submitting"}, started, start_s),
+    }
+    messages = {
+        ZOMBIE_AUTOMATION: f"no heartbeat for {silent_s} s",
+        LOST_AUTOMATION: f"no heartbeat within {start_s} s of its submission",
+    }
     with get_client(sync_client=True) as client:
-        if not client.read_automations_by_name(ZOMBIE_AUTOMATION):
-            client.create_automation(automation)
+        for name, trigger in watches.items():
+            automation = AutomationCore(
+                name=name,
+                description="Marks a flow run Crashed when its process is gone and no worker noticed.",
+                trigger=trigger,
+                actions=[ChangeFlowRunState(state=StateType.CRASHED, message=messages[name])],
+            )
+            found = client.read_automations_by_name(name)
+            if not found:
+                client.create_automation(automation)
+            for one in found:
+                client.update_automation(one.id, automation.model_copy(update={"enabled": one.enabled}))
+
+
+def _silence(after: set[str], expect: set[str], seconds: int) -> EventTrigger:
+    """Fires for a flow run of which nothing that was expected is heard in time."""
+    return EventTrigger(
+        after=after,
+        expect=expect,
+        match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=timedelta(seconds=seconds),
+    )
 
 
 def deploy(deployments: Path) -> None:

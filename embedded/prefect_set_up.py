@@ -1,4 +1,4 @@
-"""Pools, blocks, automation and deployments of a stack; run as a process of its own by `dflash up`.
+"""Pools, blocks, automations and deployments of a stack; run as a process of its own by `dflash up`.
 
 A process of its own, because importing Prefect and the flows takes seconds, which pass while the server starts, and
 because Prefect's settings hold for a whole process. It prints one line for each step that is done.
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from dflash.errors import DflashError, ServiceError
-from embedded.apply_deployments import create_pools, deploy, save_s3_block, save_zombie_automation
+from embedded.apply_deployments import create_pools, deploy, save_automations, save_s3_block
 from embedded.seaweedfs import find_seaweedfs
 from embedded.stack_set_up import STEP, read_entrypoints
 from embedded.stack_state import StackFolder
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     create_pools(args.deployments.parent / "pools")
     print(f"{STEP}pools", flush=True)  # noqa: T201 - the protocol with the parent process
     save_credentials(folder)
-    save_zombie_automation()
+    save_automations()
     deploy(args.deployments)
     print(f"{STEP}deployments", flush=True)  # noqa: T201
 

@@ -24,6 +24,7 @@ POOLS: dict[str, int | None] = {"cpu": None, "b200": 1}
 S3_BLOCK = "dflash-s3"
 RESULTS_BLOCK = "dflash-results"
 ZOMBIE_AUTOMATION = "crash-flow-runs-without-heartbeat"
+LOST_AUTOMATION = "crash-flow-runs-that-do-not-start"
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _TIMEOUT_S = 240
@@ -99,7 +100,7 @@ def is_set_up(state: StackState, deployments: Path) -> bool:
         "deployments": sorted(read_entrypoints(deployments)),
         "work_pools": sorted(POOLS),
         "block_documents": [S3_BLOCK],
-        "automations": [ZOMBIE_AUTOMATION],
+        "automations": [LOST_AUTOMATION, ZOMBIE_AUTOMATION],
     }
     return all(
         state.api.post(f"/{kind}/count", {kind: {"name": {"any_": names}}}) == len(names)

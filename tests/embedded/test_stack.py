@@ -25,7 +25,7 @@ from dflash.errors import ServiceError, UsageError
 from embedded import stack
 from embedded.marked import MARKER, find_marked
 from embedded.processes import identify_process, start_process
-from embedded.stack_set_up import S3_BLOCK, ZOMBIE_AUTOMATION, is_set_up
+from embedded.stack_set_up import LOST_AUTOMATION, S3_BLOCK, ZOMBIE_AUTOMATION, is_set_up
 from embedded.stack_state import StackFolder, StackState
 from flows import cli_stack
 
@@ -89,7 +89,7 @@ def test_up_sets_up_pools_deployments_block_and_automation(project: Path) -> Non
     assert pools["b200"]["concurrency_limit"] == 1
     assert pools["cpu"]["base_job_template"]["variables"]["properties"]["env"]["default"]["OMP_NUM_THREADS"] == "1"
     assert [item["name"] for item in api.post("/deployments/filter", {})] == ["probe"]
-    assert ZOMBIE_AUTOMATION in {item["name"] for item in api.post("/automations/filter", {})}
+    assert {item["name"] for item in api.post("/automations/filter", {})} >= {LOST_AUTOMATION, ZOMBIE_AUTOMATION}
     (block,) = api.post("/block_documents/filter", {"block_documents": {"name": {"any_": [S3_BLOCK]}}})
     connection = stack.connect(project)
     assert block["data"]["aws_client_parameters"]["endpoint_url"] == connection.s3.endpoint_url

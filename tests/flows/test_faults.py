@@ -122,6 +122,28 @@ def test_a_machine_that_dies_is_noticed_in_two_minutes_and_its_run_goes_on_elsew
     job.check()
 
 
+def test_a_machine_that_dies_while_it_starts_a_run_is_noticed_too(
+    stack: StackConnection, server: Server, make_job: Callable[[str], FaultJob]
+) -> None:
+    """No process has sent a heartbeat yet: without a watch of its own the run would be Pending for ever."""
+    job = make_job("tokenize")
+    worker = psutil.Process(read_state(stack).processes["worker-cpu"].pid)
+    flow_run = server.start(job.deployment, job.config)
+    wait_for(lambda: server.api.get(f"/flow_runs/{flow_run}")["state"]["name"] == "Submitting", LIMIT_S)
+    for process in (worker, *worker.children(recursive=True)):
+        kill(process.pid)
+    killed = time.monotonic()
+    ended = server.wait(flow_run, LIMIT_S)
+    assert (ended["state"]["type"], ended["state"]["message"]) == (
+        "CRASHED",
+        "no heartbeat within 100 s of its submission",
+    )
+    assert time.monotonic() - killed < NOTICED_S
+    repair(stack)
+    retry_to_the_end(server, flow_run)
+    job.check()
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_outlives_a_server_that_is_killed(
     stack: StackConnection, server: Server, make_job: Callable[[str], FaultJob], stage: str
