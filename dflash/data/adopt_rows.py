@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from dflash.data.rows import TokenizedRows
 from dflash.data.shards import SHARD_SCHEMA, ShardWriter, WrittenShard, read_batches
+from dflash.data.without_pandas import to_numpy
 from dflash.errors import DatasetError, IncompatibleError
 
 IntArray = npt.NDArray[np.int64]
@@ -156,7 +157,7 @@ class _Place:
             )
 
     def refuse_nulls(self, column: pa.Array) -> None:
-        self.refuse(column.is_null().to_numpy(zero_copy_only=False), "a value is missing (null)")
+        self.refuse(to_numpy(column.is_null()), "a value is missing (null)")
 
 
 def _ids(column: pa.Array, place: _Place, limits: RowLimits) -> tuple[npt.NDArray[np.int32], IntArray]:
@@ -184,18 +185,18 @@ def _flat(column: pa.Array, place: _Place) -> tuple[npt.NDArray[Any], IntArray]:
     """Values of a list column and where each row starts in them."""
     place.refuse_nulls(column)
     values = column.flatten()
-    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)
+    lengths = to_numpy(pc.list_value_length(column)).astype(np.int64)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     if values.null_count:
-        first = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
+        first = int(np.flatnonzero(to_numpy(values.is_null()))[0])
         row = int(np.searchsorted(offsets, first, side="right")) - 1
         place.refuse(np.arange(len(column)) == row, "a list holds a missing value (null)")
-    return values.to_numpy(zero_copy_only=False), offsets
+    return to_numpy(values), offsets
 
 
 def _integers(column: pa.Array, place: _Place) -> IntArray:
     place.refuse_nulls(column)
-    values: IntArray = column.to_numpy(zero_copy_only=False).astype(np.int64)
+    values: IntArray = to_numpy(column).astype(np.int64)
     return values
 
 

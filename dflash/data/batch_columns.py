@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from dflash.data.quality_rules import MAX_EXAMPLE_CHARS, MAX_EXAMPLES
 from dflash.data.rows import RowFlag
 from dflash.data.shards import INDEX_SCHEMA
+from dflash.data.without_pandas import to_numpy
 from dflash.errors import DatasetError
 
 BoolArray = npt.NDArray[np.bool_]
@@ -168,10 +169,10 @@ def _held(table: pa.Table) -> dict[str, npt.NDArray[Any]]:
     return {
         "id_keys": _id_keys(_filled(table, "sample_id")),
         "content_keys": _content_keys(_filled(table, "content_hash")),
-        "lengths": table["num_tokens"].to_numpy(),
-        "loss": table["num_loss_tokens"].to_numpy(),
-        "output": pc.fill_null(table["output_tokens"], _UNKNOWN).to_numpy(),
-        "flags": table["flags"].to_numpy(),
+        "lengths": to_numpy(table["num_tokens"]),
+        "loss": to_numpy(table["num_loss_tokens"]),
+        "output": to_numpy(pc.fill_null(table["output_tokens"], _UNKNOWN)),
+        "flags": to_numpy(table["flags"]),
     }
 
 

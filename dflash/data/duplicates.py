@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dflash.config import DuplicatePolicy
+from dflash.data.without_pandas import to_numpy
 from dflash.errors import IncompatibleError
 
 BoolArray = npt.NDArray[np.bool_]
@@ -111,7 +112,7 @@ class _Key:
     def of(cls, old: pa.Table, new: pa.Table, name: str) -> _Key:
         both = pa.concat_tables([old.select([name]), new.select([name])])[name]
         encoded = both.combine_chunks().dictionary_encode()
-        codes: npt.NDArray[np.int64] = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+        codes: npt.NDArray[np.int64] = to_numpy(encoded.indices).astype(np.int64)
         num_codes = len(encoded.dictionary)
         old_codes, new_codes = codes[: old.num_rows], codes[old.num_rows :]
         in_old = np.zeros(num_codes, np.bool_)

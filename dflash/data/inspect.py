@@ -21,6 +21,7 @@ from dflash.data.dataset import DatasetRoot
 from dflash.data.quality_report import printable
 from dflash.data.rows import RowFlag
 from dflash.data.shards import read_batches, read_index
+from dflash.data.without_pandas import to_numpy
 from dflash.errors import UsageError
 from dflash.manifest import Manifest, ShardEntry
 
@@ -161,8 +162,8 @@ def _read_row(path: Path, row: int, number: int, place: str, facts: Facts | None
                 place=place,
                 sample_id=values["sample_id"].as_py() or "",
                 source=values["source"].as_py() or "",
-                input_ids=values["input_ids"].values.to_numpy(zero_copy_only=False).copy(),
-                loss_mask=values["loss_mask"].values.to_numpy(zero_copy_only=False).copy(),
+                input_ids=to_numpy(values["input_ids"].values).copy(),
+                loss_mask=to_numpy(values["loss_mask"].values).copy(),
                 facts=facts,
             )
         start += batch.num_rows

@@ -20,6 +20,7 @@ from dflash.data.duplicates import find_duplicates
 from dflash.data.mixing import draw_rows
 from dflash.data.shard_files import ShardFiles
 from dflash.data.shards import INDEX_SCHEMA, read_index
+from dflash.data.without_pandas import to_numpy
 from dflash.errors import DamagedDatasetError
 from dflash.manifest import Batch, Manifest, ShardEntry
 
@@ -187,4 +188,4 @@ def _cuts(shards: Sequence[ShardEntry], stays: BoolArray) -> tuple[Cut, ...]:
 
 
 def _tokens(index: pa.Table, rows: BoolArray) -> int:
-    return int(index["num_tokens"].to_numpy()[rows].sum(dtype=np.int64))
+    return int(to_numpy(index["num_tokens"])[rows].sum(dtype=np.int64))

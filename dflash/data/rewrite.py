@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from dflash.data.rows import TokenizedRows
 from dflash.data.shards import ShardWriter, WrittenShard, read_batches, read_index
+from dflash.data.without_pandas import to_numpy
 from dflash.errors import DamagedDatasetError
 from dflash.manifest import ShardEntry, fingerprint_of, sha256_hex
 
@@ -84,18 +85,18 @@ def rows_of(shard: pa.RecordBatch, index: pa.Table) -> TokenizedRows:
     return TokenizedRows(
         ids=ids,
         offsets=offsets,
-        mask=shard["loss_mask"].flatten().to_numpy(zero_copy_only=False).astype(np.bool_),
+        mask=to_numpy(shard["loss_mask"].flatten()).astype(np.bool_),
         sample_ids=shard["sample_id"].to_pylist(),
         sources=shard["source"].to_pylist(),
-        num_loss_tokens=shard["num_loss_tokens"].to_numpy(zero_copy_only=False),
-        output_tokens=output.to_numpy(),
+        num_loss_tokens=to_numpy(shard["num_loss_tokens"]),
+        output_tokens=to_numpy(output),
         finish_reasons=index["finish_reason"].to_pylist(),
-        flags=index["flags"].to_numpy(),
+        flags=to_numpy(index["flags"]),
         scripts=index["script"].to_pylist(),
     )
 
 
 def flat_ids(shard: pa.RecordBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
     """The ids of all rows joined, and where each row starts in them."""
-    lengths = pc.list_value_length(shard["input_ids"]).to_numpy(zero_copy_only=False).astype(np.int64)
-    return shard["input_ids"].flatten().to_numpy(), np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    lengths = to_numpy(pc.list_value_length(shard["input_ids"])).astype(np.int64)
+    return to_numpy(shard["input_ids"].flatten()), np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from dflash.data.without_pandas import to_numpy
 from dflash.errors import DamagedDatasetError
 
 COLUMNS = ("input_ids", "loss_mask", "sample_id", "source")
@@ -107,12 +108,10 @@ def _list_column(table: pa.Table, name: str) -> pa.ListArray:
 
 def row_offsets(table: pa.Table, name: str) -> npt.NDArray[np.int64]:
     """Where each row of a list column starts in its flat values, and where the last one ends."""
-    offsets: npt.NDArray[np.int64] = _list_column(table, name).offsets.to_numpy().astype(np.int64)
+    offsets: npt.NDArray[np.int64] = to_numpy(_list_column(table, name).offsets).astype(np.int64)
     start = offsets[0] if len(offsets) else 0
     return np.asarray(offsets - start, dtype=np.int64)
 
 
 def _values(table: pa.Table, name: str) -> npt.NDArray[Any]:
-    flat = _list_column(table, name).flatten()
-    values: npt.NDArray[Any] = flat.to_numpy(zero_copy_only=False)
-    return values
+    return to_numpy(_list_column(table, name).flatten())

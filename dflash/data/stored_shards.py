@@ -18,6 +18,7 @@ from dflash.data.dataset import DatasetRoot
 from dflash.data.plan import ShardPlan
 from dflash.data.shards import read_index
 from dflash.data.spool import INDEX_FILE, REJECTS_FILE, SHARD_FILE, remove_spooled
+from dflash.data.without_pandas import to_numpy
 from dflash.errors import DatasetError, IntegrityError, ObjectNotFoundError, PreconditionError, StorageError
 from dflash.manifest import InputFile, ShardEntry, ShardReceipt, sha256_hex
 from dflash.storage import Store
@@ -55,7 +56,7 @@ def _is_whole(root: DatasetRoot, receipt: ShardReceipt, published: frozenset[str
 
 
 def _describes(index: pa.Table, entry: ShardEntry) -> bool:
-    counts = [int(index[name].to_numpy().sum()) for name in ("num_tokens", "num_loss_tokens")]
+    counts = [int(to_numpy(index[name]).sum()) for name in ("num_tokens", "num_loss_tokens")]
     return [index.num_rows, *counts] == [entry.num_rows, entry.num_tokens, entry.num_loss_tokens]
 
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from dflash.data.quality_report import printable
 from dflash.data.shards import INDEX_SCHEMA, SHARD_SCHEMA, content_hashes, read_batches, read_index
+from dflash.data.without_pandas import to_numpy
 from dflash.errors import DatasetError
 from dflash.manifest import ShardEntry
 
@@ -115,7 +116,7 @@ class _ShardCheck:
             self._note("nulls", batch, np.arange(min(1, batch.num_rows)), "no null", f"nulls in {nulls or 'lists'}")
         self._compare("length of loss_mask", batch, lengths, mask_lengths)
         sums = _sums(mask, mask_offsets)
-        self._compare("num_loss_tokens", batch, sums, batch["num_loss_tokens"].fill_null(-1).to_numpy())
+        self._compare("num_loss_tokens", batch, sums, to_numpy(batch["num_loss_tokens"].fill_null(-1)))
         self._check_ids(batch, ids, offsets)
         if self._index is not None:
             self._check_index(batch, ids, offsets, sums)
@@ -186,11 +187,11 @@ class _ShardCheck:
 
 def _flat(column: pa.ListArray) -> tuple[npt.NDArray[Any], IntArray]:
     """The values of a list column without a copy where Arrow allows, and offsets that start at 0."""
-    offsets = column.offsets.to_numpy().astype(np.int64)
+    offsets = to_numpy(column.offsets).astype(np.int64)
     values = column.values.slice(offsets[0], offsets[-1] - offsets[0])
     empty = False if pa.types.is_boolean(values.type) else 0
     filled = values.fill_null(empty) if values.null_count else values
-    return filled.to_numpy(zero_copy_only=False), offsets - offsets[0]
+    return to_numpy(filled), offsets - offsets[0]
 
 
 def _sums(mask: npt.NDArray[np.bool_], offsets: IntArray) -> IntArray:

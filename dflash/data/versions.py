@@ -15,6 +15,7 @@ from dflash.data.dataset import DatasetRoot
 from dflash.data.mix import mix_of
 from dflash.data.quality_report import Baseline
 from dflash.data.shards import read_index
+from dflash.data.without_pandas import to_numpy
 from dflash.errors import DatasetError
 from dflash.manifest import Counts, Manifest, PointerMove, ShardEntry
 
@@ -172,8 +173,8 @@ def _tally(root: DatasetRoot, entry: ShardEntry) -> _Tally:
     return _Tally(
         mix_of(table["source"]),
         mix_of(table["script"]),
-        _histogram(table["num_tokens"].to_numpy()),
-        _histogram(table["num_loss_tokens"].to_numpy()),
+        _histogram(to_numpy(table["num_tokens"])),
+        _histogram(to_numpy(table["num_loss_tokens"])),
     )
 
 

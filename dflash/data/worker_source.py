@@ -21,6 +21,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from dflash.data.spool import ShardJob
+from dflash.data.without_pandas import start_arrow
 from dflash.manifest import TokenizerRecord
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ def serve(control_handle: int, lifeline: int) -> None:
         lifeline: read end of a pipe that only the parent writes to, so that it ends when the parent does.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    start_arrow()
     with Connection(control_handle) as control, contextlib.suppress(EOFError, OSError):
         name, trust_remote_code = control.recv()
         tokenizer = _load(name, trust_remote_code, control)
