@@ -1,5 +1,6 @@
 """The users' whole job, S3 in to S3 out, through the real flow from a cold start, against peers and against its limits.
 
+    python benchmarks/full_job.py --install-peers    # once: unpacks SpecForge and datatrove under .dflash/peers
     python benchmarks/full_job.py [--fraction 0.1] [--peer-records 600] [--tokenizer DIR] [--json]
 
 A realistic batch (`benchmarks/corpus.py`: about 2,070 tokens a sample, 500 samples a file, thinking traces, 8 % not in
@@ -32,7 +33,7 @@ import psutil  # noqa: E402
 
 from benchmarks.corpus import write_batch  # noqa: E402
 from benchmarks.measure import machine, measure, print_table  # noqa: E402
-from benchmarks.peers import Limit, measure_peers  # noqa: E402
+from benchmarks.peers import Limit, install_peers, measure_peers  # noqa: E402
 from benchmarks.scale import PeakMemory, aws_environment  # noqa: E402
 from benchmarks.stages import measure_stages  # noqa: E402
 from dflash.config import GateThresholds, TokenizeRun  # noqa: E402
@@ -175,7 +176,11 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--tokenizer", type=Path, default=Path(".dflash/models/qwen3.6-tokenizer"))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--install-peers", action="store_true", help="unpack peers under .dflash/peers and stop")
     arguments = parser.parse_args()
+    if arguments.install_peers:
+        install_peers()
+        return
     tokenizer = arguments.tokenizer.resolve()
     num_files = max(2, round(FULL_FILES * arguments.fraction))
     with tempfile.TemporaryDirectory() as data, tempfile.TemporaryDirectory() as name, temporary_prefect_server():

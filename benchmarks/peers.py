@@ -1,13 +1,18 @@
 """What others tokenize with, and the encoder alone, on the same records: tokens a CPU second.
 
-A peer that isn't installed is left out of the table. All write what they make to the disk, as they do in use.
+A peer that isn't installed is left out of the table; `install_peers` unpacks those that pip has. All write what they
+make to the disk, as they do in use.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +21,8 @@ from typing import Any
 from benchmarks.measure import interleave
 from dflash.data.completions import Completion, read_completions
 
+PEERS = Path(__file__).resolve().parents[1] / ".dflash" / "peers" / "tokenizing"
+PACKAGES = ("datatrove==0.10.1", "specforge==0.2.0", "fasteners", "humanize", "loguru")
 HEADER = "<|im_start|>assistant\n"
 # TRL's and transformers' masks need templates that mark what the assistant says.
 MARKED = (
@@ -46,33 +53,48 @@ class Limit:
         }
 
 
+def install_peers() -> None:
+    """Unpack SpecForge and datatrove under `.dflash/peers`, without what they depend on and these paths don't use."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(PEERS)]
+    subprocess.run([*pip, *PACKAGES], check=True)
+
+
 def measure_peers(folder: Path, tokenizer: Path, num_records: int, repetitions: int) -> dict[str, Limit]:
-    """Measure all that are installed, in turn.
+    """Measure all that are installed, in turn, each in one thread a process.
 
     Args:
         folder: holds `batch`; the peers' files go beside it.
         tokenizer: folder of the tokenizer.
-        num_records: of the batch's first files.
+        num_records: of the batch's first files; the encoder alone takes ten times as many, or its cache of words would
+            know them all by the second repetition.
         repetitions: of which medians are taken.
     """
-    lines = itertools.chain.from_iterable(path.open() for path in sorted((folder / "batch").glob("*.jsonl")))
-    part = folder / "part"
-    part.mkdir()
-    (part / "part.jsonl").write_text("".join(itertools.islice(lines, num_records)))
-    encoder = EncoderAlone(part, tokenizer)
+    os.environ.update(RAYON_NUM_THREADS="1", FASTOKENS_BPE_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    part = _part(folder, "part", num_records)
+    texts = _rendered(part, tokenizer)
+    encoder, more = EncoderAlone(part, tokenizer), EncoderAlone(_part(folder, "more", 10 * num_records), tokenizer)
     candidates: dict[str, Callable[[], object]] = {
         "datasets.map": lambda: datasets_map(part, tokenizer, folder / "peer"),
         "transformers loop, assistant mask": lambda: assistant_mask(part, tokenizer),
-        "encoder alone": encoder,
+        "encoder alone": more,
     }
-    try:
-        import speculators.data_generation.preprocessing as preparation
-    except ImportError:
-        pass
-    else:
-        candidates["speculators' preparation"] = lambda: speculators_prepare(preparation, part, tokenizer)
+    if PEERS.is_dir():
+        sys.path.append(str(PEERS))
+        candidates["SpecForge's preparation"] = lambda: specforge_prepare(part, tokenizer, folder / "specforge")
+        candidates["datatrove's tokenizer, no mask"] = lambda: datatrove_step(texts, tokenizer, folder / "datatrove")
     costs = interleave(candidates, repetitions)
-    return {name: Limit(num_records, encoder.num_tokens, cost.cpu_s) for name, cost in costs.items()}
+    found = {name: Limit(num_records, encoder.num_tokens, cost.cpu_s) for name, cost in costs.items()}
+    found["encoder alone"] = Limit(more.num_samples, more.num_tokens, costs["encoder alone"].cpu_s)
+    return found
+
+
+def _part(folder: Path, name: str, num_records: int) -> Path:
+    """A folder with one file of the batch's first records."""
+    lines = itertools.chain.from_iterable(path.open() for path in sorted((folder / "batch").glob("*.jsonl")))
+    part = folder / name
+    part.mkdir()
+    (part / "part.jsonl").write_text("".join(itertools.islice(lines, num_records)))
+    return part
 
 
 def datasets_map(batch: Path, tokenizer: Path, folder: Path) -> None:
@@ -114,19 +136,30 @@ def assistant_mask(batch: Path, tokenizer: Path) -> None:
         )
 
 
-def speculators_prepare(preparation: Any, batch: Path, tokenizer: Path) -> None:
-    """The preparation of speculators' own trainer, two processes."""
+def specforge_prepare(batch: Path, tokenizer: Path, folder: Path) -> None:
+    """The preparation of SpecForge's trainers, two processes, its template for this family."""
     import datasets
+    from specforge.data.preprocessing import build_eagle3_dataset
     from transformers import PreTrainedTokenizerFast
 
+    shutil.rmtree(folder, ignore_errors=True)
     loaded = PreTrainedTokenizerFast.from_pretrained(tokenizer)
-    rows = datasets.Dataset.from_list(
-        [
-            {"conversations": [{"role": m["role"], "content": m["content"]} for m in json.loads(line)["messages"]]}
-            for line in _lines(batch)
-        ]
+    rows = datasets.Dataset.from_list([{"conversations": json.loads(line)["messages"]} for line in _lines(batch)])
+    with contextlib.redirect_stdout(sys.stderr):
+        made = build_eagle3_dataset(rows, loaded, chat_template="qwen3.5", max_length=8192, num_proc=2)
+    made.save_to_disk(str(folder))
+
+
+def datatrove_step(texts: list[str], tokenizer: Path, folder: Path) -> None:
+    """Datatrove's tokenizer step over texts that are rendered already; it makes no mask."""
+    from datatrove.data import Document
+    from datatrove.pipeline.tokens import DocumentTokenizer
+
+    shutil.rmtree(folder, ignore_errors=True)
+    step = DocumentTokenizer(
+        str(folder), str(tokenizer / "tokenizer.json"), shuffle_documents=False, save_final_metadata=False
     )
-    preparation.build_eagle3_dataset(rows, loaded, max_length=8192, num_proc=2)
+    step.run(Document(text=text, id=str(number)) for number, text in enumerate(texts))
 
 
 class EncoderAlone:
@@ -135,20 +168,27 @@ class EncoderAlone:
     def __init__(self, batch: Path, tokenizer: Path) -> None:
         from dflash.data.tokenizer import load_tokenizer
 
-        target = load_tokenizer(tokenizer)
-        records = [entry for path in sorted(batch.glob("*.jsonl")) for entry in read_completions(path, file=path.name)]
-        self._texts = [
-            target.template.render(entry.messages, entry.tools, entry.chat_template_kwargs, add_generation_prompt=False)
-            for entry in records
-            if isinstance(entry, Completion)
-        ]
-        self.choice = target.encoder_for(self._texts[:10])
+        self._texts = _rendered(batch, tokenizer)
+        self.choice = load_tokenizer(tokenizer).encoder_for(self._texts[:10])
         ids, _ = self.choice.encoder.encode_batch_flat(self._texts, allow_special=True)
         self.num_tokens = len(ids)
+        self.num_samples = len(self._texts)
 
     def __call__(self) -> None:
         """Encode everything once."""
         self.choice.encoder.encode_batch_flat(self._texts, allow_special=True)
+
+
+def _rendered(batch: Path, tokenizer: Path) -> list[str]:
+    from dflash.data.tokenizer import load_tokenizer
+
+    template = load_tokenizer(tokenizer).template
+    records = [entry for path in sorted(batch.glob("*.jsonl")) for entry in read_completions(path, file=path.name)]
+    return [
+        template.render(entry.messages, entry.tools, entry.chat_template_kwargs, add_generation_prompt=False)
+        for entry in records
+        if isinstance(entry, Completion)
+    ]
 
 
 def _lines(batch: Path) -> list[str]:
