@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 
 import numpy as np
 
@@ -26,8 +27,7 @@ _SCRIPT_OF = np.repeat(
 )
 
 _ASCII_LETTER = re.compile("[A-Za-z]")
-_LOWER_CASE, _FIRST_LETTER, _NUM_LETTERS = np.uint8(0x20), np.uint8(ord("a")), np.uint8(26)
-_FIRST_LEAD = np.uint8(0xC0)  # of the UTF-8 bytes that start a character outside ASCII
+_NO_ASCII_LETTERS = bytes(set(range(256)) - set(string.ascii_letters.encode()))
 
 NO_SCRIPT = "none"
 SAMPLE_CHARACTERS = 4096
@@ -41,9 +41,8 @@ def dominant_script(text: str) -> str:
     head = text[:SAMPLE_CHARACTERS]
     if head.isascii():
         return "latin" if _ASCII_LETTER.search(head) else NO_SCRIPT
-    units = np.frombuffer(head.encode("utf-8", "surrogatepass"), np.uint8)
-    num_letters = np.count_nonzero(((units | _LOWER_CASE) - _FIRST_LETTER) < _NUM_LETTERS)  # below "a" wraps around
-    if num_letters > np.count_nonzero(units >= _FIRST_LEAD):  # no other script can have as many
+    plain = head.encode("ascii", "ignore")
+    if len(plain.translate(None, _NO_ASCII_LETTERS)) > len(head) - len(plain):  # no other script can have as many
         return "latin"
     points = np.frombuffer(head.encode("utf-32-le", "surrogatepass"), "<u4")
     counts = np.bincount(_SCRIPT_OF[points], minlength=len(_NAMES))

@@ -75,6 +75,9 @@ class TargetTokenizer:
     @cached_property
     def known_ids(self) -> range | frozenset[int]:
         """Ids that are a token's; a vocabulary may have gaps."""
+        size = self.backend.get_vocab_size(with_added_tokens=True)
+        if all(self.backend.id_to_token(number) is not None for number in range(size)):  # each of `size` tokens has one
+            return range(size)
         ids = frozenset(self.backend.get_vocab(with_added_tokens=True).values())
         largest = max(ids, default=-1)
         return range(largest + 1) if len(ids) == largest + 1 else ids

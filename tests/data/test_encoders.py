@@ -18,6 +18,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from dflash.data.encoder_probes import TEXT_PROBES, added_token_probes
 from dflash.data.encoders import (
+    CHECKED_CHARACTERS,
     EncoderChoice,
     FastokensEncoder,
     HuggingFaceEncoder,
@@ -203,6 +204,36 @@ def test_difference_while_running_stops(wrong: _Wrong) -> None:
     wrong.encode_batch_flat(["fine"], allow_special=True)
     with pytest.raises(TokenizerError, match="other ids than Hugging Face"):
         wrong.encode_batch_flat([_Wrong.text], allow_special=True)
+
+
+class _WrongBesideOthers(FastokensEncoder):
+    """Gives a long text other ids in a batch than alone."""
+
+    def encode_unchecked(self, texts: Sequence[str], *, allow_special: bool) -> tuple[Ids, Offsets]:
+        ids, offsets = super().encode_unchecked(texts, allow_special=allow_special)
+        ids[0] += len(texts) == 1
+        return ids, offsets
+
+
+class _WrongInLongTexts(FastokensEncoder):
+    """Counts wrong in a text that is longer than what the reference is asked about."""
+
+    def encode_unchecked(self, texts: Sequence[str], *, allow_special: bool) -> tuple[Ids, Offsets]:
+        ids, offsets = super().encode_unchecked(texts, allow_special=allow_special)
+        if len(texts) > 1:
+            ids[-1] += 1
+        return ids, offsets
+
+
+@pytest.mark.parametrize("kind", [_WrongBesideOthers, _WrongInLongTexts])
+def test_difference_in_a_long_text_stops_too(fast: FastokensEncoder, kind: type[FastokensEncoder]) -> None:
+    encoder = copy.copy(fast)
+    encoder.__class__ = kind
+    text = "a long answer, sentence by sentence. " * 200
+    assert len(text) > CHECKED_CHARACTERS
+    fast.encode_batch_flat([text], allow_special=True)
+    with pytest.raises(TokenizerError, match="or others beside other texts"):
+        encoder.encode_batch_flat([text], allow_special=True)
 
 
 def test_choice_is_made_once(smollm2: TargetTokenizer) -> None:
