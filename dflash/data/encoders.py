@@ -102,8 +102,8 @@ class FastokensEncoder:
 
     name = "fastokens"
 
-    def __init__(self, backend: Tokenizer) -> None:
-        """Build from the reference's own definition.
+    def __init__(self, backend: Tokenizer, definition: str | None = None) -> None:
+        """Build from the reference's own definition, which may be given as `backend.to_str()` gave it.
 
         Raises:
             ImportError: the package isn't installed.
@@ -112,7 +112,8 @@ class FastokensEncoder:
         """
         self._reference = HuggingFaceEncoder(backend)
         with rust_panics_as_errors("fastokens"):
-            self._fast: Any = importlib.import_module("fastokens").Tokenizer.from_json_str(backend.to_str())
+            tokenizer = importlib.import_module("fastokens").Tokenizer
+            self._fast: Any = tokenizer.from_json_str(backend.to_str() if definition is None else definition)
 
     def encode_batch_flat(self, texts: Sequence[str], *, allow_special: bool) -> tuple[Ids, Offsets]:
         """See `Encoder`.
@@ -164,11 +165,16 @@ class EncoderChoice:
         return self.encoder.name
 
 
-def choose_encoder(backend: Tokenizer) -> EncoderChoice:
-    """The fast encoder if it gives the reference's ids on the probes, else the reference."""
+def choose_encoder(backend: Tokenizer, definition: str | None = None) -> EncoderChoice:
+    """The fast encoder if it gives the reference's ids on the probes, else the reference.
+
+    Args:
+        backend: the tokenizer.
+        definition: what `backend.to_str()` gives, where it is at hand.
+    """
     reference = HuggingFaceEncoder(backend)
     try:
-        fast = FastokensEncoder(backend)
+        fast = FastokensEncoder(backend, definition)
     except ImportError:
         return EncoderChoice(reference, "fastokens is not installed")
     except Exception as error:  # noqa: BLE001 (what it raises for a tokenizer it can't build is not documented)

@@ -29,6 +29,14 @@ TOKENIZER_FILE = "tokenizer.json"
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """Digest of a canonical tokenizer.json, and whether a backend written down is that file."""
+
+    digest: hashlib._Hash
+    are_the_backends: bool
+
+
 @dataclass(frozen=True)
 class TargetTokenizer:
     """The target's tokenizer: ids, template, fingerprints.
@@ -104,14 +112,18 @@ class TargetTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) over what decides the ids: the canonical tokenizer.json, added and special tokens."""
-        text = self.backend.to_str().encode() if self.definition is None else self.definition.read_bytes()
         added = [
             (number, token.content, token.special, token.normalized, token.lstrip, token.rstrip, token.single_word)
             for number, token in sorted(self._added.items())
         ]
-        digest = hashlib.sha256(_canonical_json(text))
+        digest = self._rules.digest.copy()
         digest.update(msgspec.json.encode([added, sorted(self.special_tokens.items())]))
         return digest.hexdigest()
+
+    @property
+    def is_its_definition(self) -> bool:
+        """Whether the backend, written down, is its tokenizer.json to the letter; white space aside."""
+        return self._rules.are_the_backends
 
     @property
     def template_fingerprint(self) -> str:
@@ -131,7 +143,7 @@ class TargetTokenizer:
     def prepare_encoder(self) -> None:
         """Choose the encoder for bulk work before there is a sample of it; `encoder_for` completes the proof."""
         if not self._choices:
-            self._choices.append(choose_encoder(self.backend))
+            self._choices.append(choose_encoder(self.backend, self._written))
 
     def encoder_for(self, sample: Sequence[str]) -> EncoderChoice:
         """The encoder for bulk work: chosen once, with the first `sample` among the texts of the proof."""
@@ -139,6 +151,18 @@ class TargetTokenizer:
         if len(self._choices) == 1:
             self._choices.append(confirm_encoder(self._choices[0], self.backend, sample))
         return self._choices[1]
+
+    @cached_property
+    def _written(self) -> str:
+        return self.backend.to_str()
+
+    @cached_property
+    def _rules(self) -> _Rules:
+        """Read once, since decoding and encoding the whole vocabulary takes most of a second."""
+        written = self._written.encode()
+        rules = msgspec.json.decode(written if self.definition is None else self.definition.read_bytes())
+        are_the_backends = msgspec.json.encode(rules) == written
+        return _Rules(hashlib.sha256(_canonical_json(rules)), are_the_backends)
 
     @cached_property
     def _added(self) -> dict[int, Any]:
@@ -151,8 +175,8 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False,
     Args:
         name_or_path: folder or id.
         trust_remote_code: passed to transformers; a fast tokenizer needs no code of its own.
-        probe: whether to prove that the tokenizer gives the ids of its tokenizer.json, which parses that file a second
-            time, and to warn of a template that reads the clock. False only where the process that started this one
+        probe: whether to prove that the tokenizer gives the ids of its tokenizer.json, where it isn't that file to the
+            letter, and to warn of a template that reads the clock. False only where the process that started this one
             has loaded the same files with the proof.
 
     Raises:
@@ -164,16 +188,15 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False,
     try:
         with rust_panics_as_errors("tokenizers"):
             loaded = PreTrainedTokenizerFast.from_pretrained(name, trust_remote_code=trust_remote_code)
-            raw = Tokenizer.from_file(str(definition)) if probe else None
     except Exception as error:  # the tokenizers package raises plain Exception for a damaged file
         raise TokenizerError(
             f"The tokenizer {name} can't be loaded: {type(error).__name__}: {error}. "
             f"Check {TOKENIZER_FILE} and tokenizer_config.json there."
         ) from error
     target = adapt_tokenizer(loaded, definition=definition)
-    if raw is not None:
-        _cover_whole_texts(raw)
-        _require_same_ids(name, raw, target.backend)
+    if probe:
+        if not target.is_its_definition:
+            _require_same_ids(name, definition, target.backend)
         if target.template.reads_clock:
             log.warning(
                 "the chat template of %s may put today's date into prompts: here the clock stands at %s. Give the date "
@@ -243,8 +266,10 @@ def _find_definition(name: str) -> Path:
         ) from error
 
 
-def _require_same_ids(name: str, raw: Tokenizer, loaded: Tokenizer) -> None:
+def _require_same_ids(name: str, definition: Path, loaded: Tokenizer) -> None:
     """Refuse a tokenizer that transformers rebuilt with other rules than its tokenizer.json has."""
+    raw = Tokenizer.from_file(str(definition))
+    _cover_whole_texts(raw)
     for text in TEXT_PROBES:
         expected = raw.encode(text, add_special_tokens=False).ids
         found = loaded.encode(text, add_special_tokens=False).ids
@@ -256,9 +281,8 @@ def _require_same_ids(name: str, raw: Tokenizer, loaded: Tokenizer) -> None:
             )
 
 
-def _canonical_json(text: bytes) -> bytes:
+def _canonical_json(definition: dict[str, Any]) -> bytes:
     """tokenizer.json with sorted keys, without formatting, and without what doesn't decide the ids here."""
-    definition = msgspec.json.decode(text)
     definition.pop("truncation", None)
     definition.pop("padding", None)
     merges = definition.get("model", {}).get("merges")

@@ -192,7 +192,7 @@ def wrong(fast: FastokensEncoder) -> _Wrong:
 def test_difference_in_the_sample_leads_to_the_reference(
     smollm2: TargetTokenizer, wrong: _Wrong, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash.data.encoders.FastokensEncoder", lambda _: wrong)
+    monkeypatch.setattr("dflash.data.encoders.FastokensEncoder", lambda *_: wrong)
     chosen = choose_encoder(smollm2.backend)
     assert confirm_encoder(chosen, smollm2.backend, ["fine"]).name == "fastokens"
     choice = confirm_encoder(chosen, smollm2.backend, ["fine", _Wrong.text])

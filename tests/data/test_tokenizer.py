@@ -161,3 +161,13 @@ def test_longest_token_bounds_bytes(qwen36: TargetTokenizer, smollm2: TargetToke
         text = "é नमस्ते\n</think> 漢字 <|im_end|> \U0001f600 x"
         ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
         assert tokenizer.token_bytes.decode(ids).decode() == text
+
+
+def test_a_tokenizer_that_is_its_file_to_the_letter_needs_no_second_load(
+    smollm2: TargetTokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where transformers changed anything, the file's own ids are asked for, as far as texts can tell them apart."""
+    assert not smollm2.is_its_definition  # transformers leaves out the post-processor
+    (folder / TOKENIZER_FILE).write_text(smollm2.backend.to_str(pretty=True))
+    monkeypatch.setattr("dflash.data.tokenizer._require_same_ids", None)
+    assert load_tokenizer(folder).is_its_definition
