@@ -89,15 +89,28 @@ def run_job(num_files: int, tokenizer: Path, folder: Path, server: SeaweedServer
         files_per_shard=max(1, num_files // max(2, round(NUM_SHARDS * fraction))),
         gate=GateThresholds(max_window_cut_share=1.0),
     )
+    return run_program(RUN, run, folder, server)
+
+
+def run_program(program: str, run: TokenizeRun, folder: Path, server: SeaweedServer) -> Job:
+    """Run a program that prints the result of a tokenizing run, in a new process.
+
+    Args:
+        program: gets the path of the run's parameters; prints what it made and, as `cpu`, its own and its children's
+            CPU seconds.
+        run: the parameters.
+        folder: for the parameters.
+        server: the store.
+    """
     parameters = folder / "run.json"
     parameters.write_text(run.model_dump_json())
     before = server_cpu_s()
     start = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(parameters)],
+        [sys.executable, "-c", program, str(parameters)],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | aws_environment(server) | {"PYTHONPATH": str(REPOSITORY)},
+        env=os.environ | aws_environment(server) | {"PYTHONPATH": str(REPOSITORY), "DFLASH_HOME": str(folder / "home")},
     )
     memory = PeakMemory(psutil.Process(process.pid))
     output, _ = process.communicate()
