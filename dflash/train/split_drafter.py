@@ -91,13 +91,14 @@ class ReceivedFeatures:
     def close(self, failed: BaseException | None = None) -> None:
         """Let the target ranks end; what they have announced is received and dropped, since they can't unsend it.
 
-        Where a rank is gone nothing is waited for: `torchrun` leaves half a minute to save.
+        Where a rank is gone nothing is waited for: there is half a minute to save.
         """
         self._peers.say_bye(failed)
         if isinstance(failed, PeerLostError):
             return
         waiting = set(self._peers.others)
-        with contextlib.suppress(PeerLostError):
+        # Without room for what they send they are left as they are: why this rank fails is more important.
+        with contextlib.suppress(PeerLostError, torch.OutOfMemoryError):
             for message in self._ready.values():
                 self._tensors(message)
             while waiting:
@@ -114,15 +115,21 @@ class ReceivedFeatures:
             if message.kind == "bye":
                 raise ended(message)
             self._ready[message.fields["index"]] = message
-        message = self._ready.pop(wanted.pack.index)
+        message = self._ready[wanted.pack.index]
         _check(message, wanted.pack)
-        return self._tensors(message)
+        states = self._tensors(message)
+        del self._ready[wanted.pack.index]
+        return states
 
     def _tensors(self, message: Message) -> States:
-        """Receive what a message announced."""
+        """Receive what a message announced, into room that is made before: without it nothing has been received yet."""
         num_tokens, size = message.fields["num_tokens"], self._ends.embedding_VH.shape[1]
-        features_SF = self._tensor(message.sender, (num_tokens, self._feature_size))
-        return States(features_SF, self._tensor(message.sender, (num_tokens, size)) if self._final else None)
+        features_SF = self._room((num_tokens, self._feature_size))
+        final_SH = self._room((num_tokens, size)) if self._final else None
+        for values in (features_SF, final_SH):
+            if values is not None:
+                self._peers.receive_tensor(message.sender, values)
+        return States(features_SF, final_SH)
 
     def _receive_ends(self) -> TargetEnds:
         """Take the parts of the target that this rank needs from its turn's target rank: no rank loads it twice."""
@@ -134,10 +141,13 @@ class ReceivedFeatures:
         head_VH = embedding_VH if message.fields["tied"] else self._tensor(message.sender, size, dtype)
         return TargetEnds(embedding_VH, head_VH, self._tensor(message.sender, size[1:], torch.float32))
 
-    def _tensor(self, rank: int, size: Any, dtype: torch.dtype | None = None) -> Tensor:
-        values = torch.empty(size, dtype=dtype or self._ends.embedding_VH.dtype, device=self._device)
+    def _tensor(self, rank: int, size: Any, dtype: torch.dtype) -> Tensor:
+        values = torch.empty(size, dtype=dtype, device=self._device)
         self._peers.receive_tensor(rank, values)
         return values
+
+    def _room(self, size: tuple[int, int]) -> Tensor:
+        return torch.empty(size, dtype=self._ends.embedding_VH.dtype, device=self._device)
 
 
 def _check(message: Message, pack: Pack) -> None:
