@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Final, Literal
 
 from dflash.config import RefreshRun
@@ -95,9 +96,20 @@ def mergeable(batches: Iterable[FoundBatch]) -> list[FoundBatch]:
 
 
 def merged_batches(root: DatasetRoot) -> dict[str, Batch]:
-    """The batches of all versions that were ever published, by normal URI of their source."""
+    """The batches of all versions that were ever published, by normal URI of their source.
+
+    A version that is published names the batches of the one before it as well. So a version is read only where the
+    pointer didn't go on from it by publishing: the newest one, and those that were rolled back. What lies before a
+    restore is read whole, since that history may have been put together from backups.
+    """
     pointer = root.pointer()
-    names = {} if pointer is None else dict.fromkeys(move.manifest for move in pointer.record.history)
+    history = () if pointer is None else pointer.record.history
+    restored = max((place for place, move in enumerate(history) if move.action == "restore"), default=-1)
+    names = dict.fromkeys(
+        move.manifest
+        for place, (move, later) in enumerate(zip_longest(history, history[1:]))
+        if place <= restored or later is None or later.action != "publish"
+    )
     return {parse_uri(batch.source).uri: batch for name in names for batch in root.manifest(name).batches}
 
 

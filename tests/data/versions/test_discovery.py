@@ -79,6 +79,35 @@ def test_what_any_version_names_is_merged_also_after_a_rollback(
     assert states(found) == {"a": "merged", "b": "merged", "c": "ready"}
 
 
+@pytest.mark.parametrize(("action", "needed"), [("rollback", [2, 4]), ("restore", [1, 2, 4])])
+def test_versions_that_a_later_one_contains_are_not_read(
+    completions: LocalStore,
+    write: Write,
+    sandbox: Any,
+    sample: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    action: Any,
+    needed: list[int],
+) -> None:
+    names = ("a", "b", "c", "d")
+    for number, name in enumerate(names):
+        write(f"{name}/part-0.jsonl")
+        publish(sandbox, sample, completions, name, 100 * number)
+        if name == "b":  # goes on from the first
+            sandbox.root.publish(sandbox.root.manifest(1), expected=sandbox.root.pointer(), action=action)
+    read: list[Any] = []
+    whole = sandbox.root.manifest
+
+    def manifest(version: Any) -> Any:
+        read.append(version)
+        return whole(version)
+
+    monkeypatch.setattr(sandbox.root, "manifest", manifest)
+    found = find_batches(completions, sandbox.root, make_run(completions), NOW)
+    assert states(found) == dict.fromkeys(names, "merged")
+    assert [whole(version).version for version in read] == needed
+
+
 def test_late_files_are_told_and_not_merged(completions: LocalStore, write: Write, sandbox: Any, sample: Any) -> None:
     write("a/part-0.jsonl")
     write("a/part-1.jsonl")
