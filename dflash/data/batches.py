@@ -178,11 +178,14 @@ class BatchOrder:
         if not sum(source.num_rows):
             raise DatasetError("The dataset has no rows, so there is nothing to train on. Publish a version with rows.")
         while self.num_epochs is None or at.epoch < self.num_epochs:
-            order = self._permutation(len(source.num_rows), at.epoch)
-            for pack in self._epoch(source, order, at):
+            for pack in self._epoch(source, self.shards(len(source.num_rows), at.epoch), at):
                 at = pack.after
                 yield pack
             at = replace(at, epoch=at.epoch + 1, shard=0, window=0, pack=0)
+
+    def shards(self, num_shards: int, epoch: int) -> npt.NDArray[np.int64]:
+        """Return the order of the shards in an epoch."""
+        return self._permutation(num_shards, epoch)
 
     def _epoch(self, source: ShardSource, order: npt.NDArray[np.int64], at: BatchState) -> Iterator[Pack]:
         with _Fetcher(source, [int(index) for index in order[at.shard :]]) as fetcher:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -185,12 +186,23 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 def _state(path: Path) -> dict[str, Any]:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        grows = _inflation(path)
+        state = grows or torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of zip, pickle and torch; a file that fits its digest may still be another's
         raise IntegrityError(f"{path} is no state of an optimiser: {type(error).__name__}. {TAKE_OLDER}") from error
     if not isinstance(state, dict) or not isinstance(state.get("optimizer", {}), dict):
-        raise IntegrityError(f"{path} is no state of an optimiser: found {type(state).__name__}. {TAKE_OLDER}")
+        raise IntegrityError(f"{path} is no state of an optimiser: {grows or type(state).__name__}. {TAKE_OLDER}")
     return state
+
+
+def _inflation(path: Path) -> str | None:
+    """Say how a file would take more memory than it has bytes: torch writes its parts as they are, one by one."""
+    with zipfile.ZipFile(path) as archive:
+        parts = archive.infolist()
+    if packed := [part.filename for part in parts if part.compress_type != zipfile.ZIP_STORED]:
+        return f"{len(packed)} of its parts are compressed, such as {packed[0][:80]!r}"
+    size, within = sum(part.file_size for part in parts), path.stat().st_size
+    return f"its parts have {size} bytes and it has {within}" if size > within else None
 
 
 def _check_files(path: Path, record: Mapping[str, Any], names: tuple[str, ...]) -> None:

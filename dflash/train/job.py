@@ -35,12 +35,13 @@ from dflash.storage.files import os_errors_as_storage_errors
 from dflash.train.checkpoint import CheckpointFolder
 from dflash.train.checkpoint_record import read_record
 from dflash.train.checkpoint_store import CheckpointStore
+from dflash.train.config import TrainConfig
 from dflash.train.curves import METRICS, PICTURE, plot_metrics
 from dflash.train.device_memory import check_device, target_shape
 from dflash.train.environment import fingerprint
 from dflash.train.hooks import Hooks, TrainResult
 from dflash.train.launch import run_dir_of
-from dflash.train.loop import CHECKPOINTS, Run
+from dflash.train.loop import CHECKPOINTS, Run, order_of
 from dflash.train.memory_watch import MemoryWatch
 from dflash.train.preflight import Prepared, prepare
 from dflash.train.progress import Progress
@@ -115,7 +116,8 @@ def train_run(run: TrainRun, places: Places, watch: Watch, device: torch.device)
             return Target.load(run.target, layers, where, dtype, trust_remote_code=trusted)
 
         if seat.target_number is not None:
-            run_target_rank(seat, ready.config, load, device, Beginning(source, _beginning(run_dir)))
+            beginning = Beginning(source, _beginning(run_dir, ready.config, source))
+            run_target_rank(seat, ready.config, load, device, beginning)
             memory.report("of this target rank")
             return {}
         if world.is_first:
@@ -218,10 +220,14 @@ def _remote(
     return ServerFeatures(server, ends_of(whole).to(device), len(network.target_layer_ids))
 
 
-def _beginning(run_dir: Path) -> BatchState:
+def _beginning(run_dir: Path, config: TrainConfig, source: VersionShards) -> BatchState:
     """Where the order goes on: as the newest checkpoint says, else at its beginning."""
     latest = CheckpointFolder(run_dir / CHECKPOINTS).latest()
-    return BatchState() if latest is None else Progress.of(read_record(latest), str(latest)).batch
+    if latest is None:
+        return BatchState()
+    progress = Progress.of(read_record(latest), str(latest))
+    progress.check_place(order_of(config), source, str(latest))
+    return progress.batch
 
 
 def _finish(

@@ -285,6 +285,7 @@ class Run:
     def _restore(self, snapshot: Snapshot, where: str) -> None:
         engine, state = self.engine, snapshot.optimizer
         self.progress = Progress.of(snapshot.record, where)
+        self.progress.check_place(order_of(self.config), self._source, where)
         check_tensors(snapshot.weights, engine.drafter.config, where)
         if bad := [name for name, tensor in snapshot.weights.items() if not bool(tensor.isfinite().all())]:
             raise IntegrityError(f"{where}: {len(bad)} weights aren't finite, such as {bad[0]}. {TAKE_OLDER}")

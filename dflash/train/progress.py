@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
-from dflash.data.batches import BatchState
+from dflash.data.batch_place import place_problem
+from dflash.data.batches import BatchOrder, BatchState, ShardSource
 from dflash.errors import IntegrityError
 from dflash.train.checkpoint_record import RECORD, TAKE_OLDER, require_sections
 
@@ -59,3 +60,19 @@ class Progress:
                 f"of step {record['step']}, found {found!r}. {TAKE_OLDER}"
             )
         return cls(**found | {"batch": BatchState.from_json(found["batch"])})
+
+    def check_place(self, order: BatchOrder, source: ShardSource, where: str) -> None:
+        """Refuse a place that no run over the data comes to.
+
+        Args:
+            order: of the run's packs.
+            source: the data.
+            where: which checkpoint, for messages.
+
+        Raises:
+            IntegrityError: says what of it can't be.
+        """
+        if problem := place_problem(order, self.batch, source):
+            raise IntegrityError(
+                f"{RECORD} of checkpoint {where} names a place that isn't in the data: {problem}. {TAKE_OLDER}"
+            )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dflash.data.batch_place import place_problem
 from dflash.data.batches import BatchOrder, BatchState, LocalShards, Pack, best_fit, rank_share
 from dflash.data.prefetch import prefetch
 from dflash.errors import DamagedDatasetError, DatasetError, UsageError
@@ -175,3 +177,17 @@ def test_an_error_in_fetching_reaches_the_reader(shards: LocalShards) -> None:
 
     with pytest.raises(DatasetError, match="is gone"):
         next(BatchOrder(0, 20).packs(Broken()))
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**31), window=st.integers(1, 9), budget=st.integers(2, 40))
+def test_every_place_of_a_run_is_in_its_data_and_what_is_far_from_it_is_not(
+    shards: LocalShards, seed: int, window: int, budget: int
+) -> None:
+    order = BatchOrder(seed, budget, window, 3)
+    places = [BatchState(), *(pack.after for pack in order.packs(shards))]
+    assert [problem for at in places if (problem := place_problem(order, at, shards))] == []
+    total = sum(shards.num_tokens)
+    for at in places:
+        for change in ({"epoch": at.epoch + 2}, {"num_tokens": at.num_tokens + total + 1}, {"shard": at.shard + 4}):
+            assert place_problem(order, replace(at, **change), shards)

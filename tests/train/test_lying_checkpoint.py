@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,27 @@ def test_progress_that_no_run_has_is_refused(resume: Resume, tmp_path: Path, cha
         resume(progress=record["progress"] | changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"epoch": 2**31}, "tokens, expected"),
+        ({"num_tokens": 2**40}, "tokens, expected"),
+        ({"shard": 2}, "shard 2 of 2"),
+        ({"window": 9}, "of window 9 in a shard of 6 rows"),
+        ({"pack": 1000}, "pack 1000 of window 0"),
+        ({"num_packs": 13}, "13 packs of"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_place_that_is_not_in_the_data_is_refused(
+    resume: Resume, tmp_path: Path, changes: dict[str, int], problem: str
+) -> None:
+    record = json.loads((tmp_path / "checkpoints" / "step-00000002" / RECORD).read_text())["record"]
+    batch = record["progress"]["batch"]
+    with pytest.raises(IntegrityError, match=f"isn't in the data: .*{problem}"):
+        resume(progress=record["progress"] | {"batch": batch | changes})
+
+
 def change_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
     def lie(path: Path) -> None:
         weights = safetensors.torch.load_file(path / WEIGHTS)
@@ -75,6 +98,35 @@ def test_weights_of_another_drafter_are_refused(resume: Resume) -> None:
         resume(change_weights(lambda weights: weights.pop("norm.weight")))
     with pytest.raises(DflashError, match=r"fc\.weight: expected"):
         resume(change_weights(lambda weights: weights.update({"fc.weight": torch.zeros(3)})))
+
+
+def deflate(path: Path) -> None:
+    """Write the optimiser's state anew, each part compressed: a file of kilobytes may hold terabytes then."""
+    with zipfile.ZipFile(path / OPTIMIZER) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path / OPTIMIZER, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in parts.items():
+            archive.writestr(name, data)
+
+
+def overlap(path: Path) -> None:
+    """Let every entry of the directory name the largest part."""
+    data = bytearray((path / OPTIMIZER).read_bytes())
+    with zipfile.ZipFile(path / OPTIMIZER) as archive:
+        largest = max(archive.infolist(), key=lambda part: part.file_size)
+    at = data.find(b"PK\x01\x02")
+    while at >= 0:
+        struct.pack_into("<II", data, at + 20, largest.file_size, largest.file_size)
+        at = data.find(b"PK\x01\x02", at + 4)
+    (path / OPTIMIZER).write_bytes(data)
+
+
+@pytest.mark.parametrize(("lie", "message"), [(deflate, "parts are compressed"), (overlap, "its parts have")])
+def test_a_state_that_would_grow_in_memory_is_refused(
+    resume: Resume, lie: Callable[[Path], None], message: str
+) -> None:
+    with pytest.raises(IntegrityError, match=message):
+        resume(lie)
 
 
 @pytest.mark.parametrize("state", [{}, {"optimizer": {}, "replay": {}}, {"optimizer": {"param_groups": 3}}])
