@@ -49,7 +49,7 @@ from dflash.train.resume import DataIdentity, TargetIdentity, check_resumable
 from dflash.train.run import RESULT, TrainRun
 from dflash.train.seats import Seat
 from dflash.train.server_features import FeatureServer, ServerFeatures
-from dflash.train.setup import build_drafter, ends_of
+from dflash.train.setup import build_drafter, load_ends
 from dflash.train.split_drafter import ReceivedFeatures
 from dflash.train.split_run import Beginning, run_target_rank
 from dflash.train.world import World
@@ -213,11 +213,13 @@ def _remote(
         return ReceivedFeatures(seat, device, network.feature_size, final=kl)
     assert topology.server_url is not None
     assert topology.server_folder is not None
-    # The whole target passes through this machine's memory once; only its ends go to the device.
-    whole = Target.load(run.target, network.target_layer_ids, "cpu", dtype, trust_remote_code=run.trust_remote_code)
+    layers, trusted = network.target_layer_ids, run.trust_remote_code
+    ends = load_ends(
+        lambda: Target.load(run.target, layers, "cpu", dtype, trust_remote_code=trusted), seat.trainers, device
+    )
     model, folder = topology.server_model or run.target, Path(topology.server_folder)
     server = FeatureServer(topology.server_url, model, folder, topology.peer_timeout_s)
-    return ServerFeatures(server, ends_of(whole).to(device), len(network.target_layer_ids))
+    return ServerFeatures(server, ends, len(layers))
 
 
 def _beginning(run_dir: Path, config: TrainConfig, source: VersionShards) -> BatchState:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -51,6 +53,23 @@ def build_drafter(
 def ends_of(target: Target) -> TargetEnds:
     """Return the parts of a target that a drafter on another rank needs."""
     return TargetEnds(target.embedding_VH, target.head_VH, norm_scale(target))
+
+
+def load_ends(load: Callable[[], Target], world: World, device: torch.device) -> TargetEnds:
+    """Load a whole target for its ends alone, one rank after the other: the machine's memory holds one at a time.
+
+    Args:
+        load: on the CPU.
+        world: the ranks that train; all must call this.
+        device: where the ends go.
+    """
+    ends: TargetEnds | None = None
+    for turn in range(world.size):
+        if turn == world.rank:
+            ends = ends_of(load()).to(device)
+        world.barrier()
+    assert ends is not None
+    return ends
 
 
 def norm_scale(target: Target) -> Tensor:
