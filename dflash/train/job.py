@@ -5,13 +5,11 @@ Runs in each rank. Nothing is loaded before version, environment and memory are 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +24,7 @@ from dflash.data.dataset import DatasetRoot
 from dflash.data.thinking import count_thinking
 from dflash.data.tokenizer import load_tokenizer
 from dflash.data.version_shards import VersionShards
-from dflash.errors import TokenizerError, TrainingError
+from dflash.errors import TokenizerError
 from dflash.manifest import Manifest
 from dflash.model.features import Target
 from dflash.model.target_files import target_fingerprint
@@ -43,10 +41,12 @@ from dflash.train.hooks import Hooks, TrainResult
 from dflash.train.launch import run_dir_of
 from dflash.train.loop import CHECKPOINTS, Run, order_of
 from dflash.train.memory_watch import MemoryWatch
+from dflash.train.output_lease import LeaseTimes, OutputLease, hold_output, place_of
 from dflash.train.preflight import Prepared, prepare
 from dflash.train.progress import Progress
 from dflash.train.resume import DataIdentity, TargetIdentity, check_resumable
 from dflash.train.run import RESULT, TrainRun
+from dflash.train.run_lock import hold_folder
 from dflash.train.seats import Seat
 from dflash.train.server_features import FeatureServer, ServerFeatures
 from dflash.train.setup import build_drafter, load_ends
@@ -91,14 +91,13 @@ def train_run(run: TrainRun, places: Places, watch: Watch, device: torch.device)
         JSON: how it ended, where the newest checkpoint is, and on what it was trained.
 
     Raises:
-        TrainingError: memory, environment or numbers stop the run, or it is running already.
+        TrainingError: memory, environment or numbers stop the run, or it is running already, here or elsewhere.
         UsageError: parameters that can't go together, also with the checkpoint's.
         DflashError: data, target or store can't be used; see `prepare`.
     """
     world, run_dir = World.current(), run_dir_of(run.output, places.work)
     ready = prepare(run, DatasetRoot.open(run.dataset, places.credentials, places.work / "cache"))
-    alone = _only_one(run_dir, run.stop_grace_s) if world.is_first else _nothing()
-    with os_errors_as_storage_errors(str(run_dir)), alone:
+    with os_errors_as_storage_errors(str(run_dir)), _alone(run, places, world) as lease:
         mirror = _mirror(run, places)
         if world.is_first:
             _bring_up_to_date(mirror, run_dir)
@@ -122,8 +121,7 @@ def train_run(run: TrainRun, places: Places, watch: Watch, device: torch.device)
             return {}
         if world.is_first:
             identity = replace(identity, thinking=thinking_mix(run, ready.manifest, source))
-        upload = None if mirror is None else mirror.upload
-        hooks = Hooks(watch.should_stop, upload, watch.on_step, identity, seat.trainers, memory)
+        hooks = Hooks(_may_stop(watch, lease), _upload(mirror, lease), watch.on_step, identity, seat.trainers, memory)
         target = load(device) if seat.role == "colocated" else _remote(run, ready, seat, device, dtype)
         ends = target if isinstance(target, Target) else target.ends
         drafter = build_drafter(ready.config, ready.network, ends, seat.trainers)
@@ -131,6 +129,8 @@ def train_run(run: TrainRun, places: Places, watch: Watch, device: torch.device)
         memory.report("at the end")
         if result.status == "finished":
             source.close()
+        if lease is not None:
+            lease.renew()
         return _finish(run, places, result, identity, memory) if world.is_first else {}
 
 
@@ -264,39 +264,34 @@ def _open_shards(run: TrainRun, places: Places, manifest: Manifest, world: World
 
 
 @contextmanager
-def _only_one(run_dir: Path, wait_s: float) -> Iterator[None]:
-    """Hold a run folder alone; a trainer that is still saving its last checkpoint is waited for.
-
-    Raises:
-        TrainingError: another trainer has the folder for longer than that.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(run_dir / ".lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    deadline = time.monotonic() + wait_s
-    waiting = False
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not waiting:
-                    log.warning("another trainer works in %s: waiting up to %.0f s for its end", run_dir, wait_s)
-                    waiting = True
-                if time.monotonic() > deadline:
-                    raise TrainingError(
-                        f"Another trainer has worked in {run_dir} for {wait_s:.0f} s. Let it end, or choose another "
-                        "output."
-                    ) from None
-                time.sleep(0.2)
+def _alone(run: TrainRun, places: Places, world: World) -> Iterator[OutputLease | None]:
+    """Keep other trainers out of the run's folder, and out of its output on S3; rank 0 does it for all."""
+    if not world.is_first:
+        yield None
+        return
+    run_dir = run_dir_of(run.output, places.work)
+    with hold_folder(run_dir, run.stop_grace_s):
         for kind in (".building-*", ".fetching-*"):  # of writes and downloads that were cut
             for leftover in run_dir.glob(f"{CHECKPOINTS}/{kind}"):
                 shutil.rmtree(leftover)
-        yield
-    finally:
-        os.close(descriptor)
+        if parse_uri(run.output).scheme == "file":
+            yield None
+            return
+        store = open_store(run.output, places.credentials)
+        with hold_output(store, place_of(run_dir), LeaseTimes(run.stop_grace_s)) as lease:
+            yield lease
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+def _may_stop(watch: Watch, lease: OutputLease | None) -> Callable[[], bool]:
+    return lambda: watch.should_stop() or (lease is not None and lease.lost)
+
+
+def _upload(mirror: CheckpointStore | None, lease: OutputLease | None) -> Callable[[Path], None] | None:
+    if mirror is None or lease is None:
+        return None
+
+    def upload(path: Path) -> None:
+        lease.renew()  # right before: whoever lost the output writes nothing there
+        mirror.upload(path)
+
+    return upload

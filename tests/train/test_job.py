@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from dflash.data.copying import mark_of
 from dflash.errors import (
     DatasetError,
     IncompatibleError,
@@ -26,7 +27,9 @@ from dflash.train.checkpoint_record import read_record
 from dflash.train.checkpoint_store import CheckpointStore
 from dflash.train.curves import read_metrics
 from dflash.train.job import Places, Watch, train_run
+from dflash.train.output_lease import LEASE, OutputLease
 from dflash.train.run import TrainRun
+from dflash.train.run_lock import hold_folder
 from tests.train.tiny_run import publish_rows, tiny_run, write_target
 
 if TYPE_CHECKING:
@@ -133,7 +136,7 @@ def test_a_folder_is_trained_in_by_one_trainer_at_a_time(
     train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
-        job._only_one(tmp_path / "run", 0),
+        hold_folder(tmp_path / "run", 0),
         pytest.raises(TrainingError, match=r"Another trainer has worked in .*run for 0 s"),
     ):
         train("run", change={"stop_grace_s": 0.001})
@@ -171,6 +174,25 @@ def test_a_run_on_s3_goes_on_from_there_on_another_machine(
     assert [json.loads(row)["step"] for row in rows] == list(range(1, done["step"] + 1))
     left = [path for path in (tmp_path / "second").rglob("*") if path.suffix in {".arrow", ".safetensors", ".pt"}]
     assert left == []
+
+
+def test_a_trainer_whose_output_was_taken_over_ends_and_writes_nothing_more_there(
+    s3_server: SeaweedServer, target: Path, tmp_path: Path
+) -> None:
+    s3, base = s3_server.credentials, f"{s3_server.uri}/{tmp_path.name}"
+    publish_rows(f"{base}/data", tmp_path / "made", s3)
+    run = TrainRun.model_validate(tiny_run(f"{base}/data", target, f"{base}/run"))
+    store = open_store(run.output, s3)
+    other = OutputLease(store, "elsewhere")
+
+    def take_over(row: dict[str, Any]) -> None:
+        if row["step"] == 6:
+            assert other.take(mark_of(store, LEASE))
+
+    with pytest.raises(TrainingError, match=r"Another trainer .* has taken over .*/run"):
+        train_run(run, Places(tmp_path / "here", s3), Watch(on_step=take_over), CPU)
+    assert CheckpointStore(open_store(join_uri(run.output, "checkpoints"), s3), 2).steps() == [4]
+    assert json.loads(store.read(LEASE))["place"] == "elsewhere"
 
 
 @pytest.mark.parametrize("place", ["dataset", "target"])
