@@ -109,12 +109,12 @@ def up(
         if postgres is not None:
             say(f"PostgreSQL      socket in {postgres.directory}")
         digest = compute_digest(folder, deployments)
-        set_up = SetUp(folder, deployments) if state.set_up != digest else None
+        set_up = SetUp.start(folder, deployments) if state.set_up != digest else None
         state = wait_for_server(folder, state)
         say(f"Prefect server  {state.api.ui_url}")
         stop_workers_without_pool(state)
         if set_up is None and not is_set_up(state, deployments):
-            set_up = SetUp(folder, deployments)
+            set_up = SetUp.start(folder, deployments)
         if set_up is not None:
             set_up.wait_for("pools")
         state = ensure_workers(folder, state)

@@ -6,13 +6,15 @@ import hashlib
 import sys
 import time
 from pathlib import Path
+from typing import Self
 
+import psutil
 import yaml
 
 from dflash.errors import ServiceError, UsageError
 from embedded.marked import MARKER
 from embedded.prefect_settings import process_environment
-from embedded.processes import start_process, tail
+from embedded.processes import ProcessIdentity, start_process, tail
 from embedded.stack_state import StackFolder, StackState
 
 STEP = "done: "
@@ -26,48 +28,85 @@ RESULTS_BLOCK = "dflash-results"
 ZOMBIE_AUTOMATION = "crash-flow-runs-without-heartbeat"
 LOST_AUTOMATION = "crash-flow-runs-that-do-not-start"
 
+PARAMETER_MODELS = (
+    *("config.py", "runs.py", "eval/config.py", "generate/config.py"),
+    *(f"train/{name}.py" for name in ("config", "loss_options", "run", "target_shape", "topology")),
+)
+"""Files of `dflash` that decide which parameters a deployment takes."""
+
 _REPOSITORY = Path(__file__).resolve().parents[1]
-_TIMEOUT_S = 240
+QUIET_S = 240.0
+"""Without a sign of life for so long the set-up counts as hung. On a busy machine it may take many times as long as
+alone, importing and waiting for the server, so its whole time says nothing."""
+
+LIMIT_S = 1800.0
+_SOME_CPU_S = 0.05
 
 
 class SetUp:
-    """One run of `embedded.prefect_set_up`, started now.
+    """A process that applies things and prints a line for each step that is done.
 
     Args:
-        folder: the stack.
-        deployments: the Prefect deployments file to apply.
+        process: as `start_process` gave it.
+        log: gets its output.
     """
 
-    def __init__(self, folder: StackFolder, deployments: Path) -> None:
+    def __init__(self, process: ProcessIdentity, log: Path) -> None:
+        self._process = process
+        self._log = log
+
+    @classmethod
+    def start(cls, folder: StackFolder, deployments: Path) -> Self:
+        """Start `embedded.prefect_set_up` for a stack.
+
+        Raises:
+            UsageError: the deployments file can't be used.
+        """
         read_entrypoints(deployments)
-        self._log = folder.logs / "set-up.log"
-        self._log.unlink(missing_ok=True)
+        log = folder.logs / "set-up.log"
+        log.unlink(missing_ok=True)
         arguments = ["--project", str(folder.project), "--deployments", str(deployments.resolve())]
-        self._process = start_process(
+        process = start_process(
             [sys.executable, "-P", "-m", "embedded.prefect_set_up", *arguments],
-            log=self._log,
+            log=log,
             folder=folder.project,
             environment=set_up_environment(folder),
             attached=False,
         )
+        return cls(process, log)
 
     def wait_for(self, step: str) -> None:
-        """Wait until a step is done.
+        """Wait until a step is done, for as long as the process lives and does something.
 
         Raises:
-            ServiceError: the process ended before, or takes too long; the message has the end of its output.
+            ServiceError: the process ended before, or hangs; the message has the end of its output.
         """
-        deadline = time.monotonic() + _TIMEOUT_S
+        started = heard = time.monotonic()
+        length, cpu_s = 0, 0.0
         while True:
             running = self._process.is_running  # asked before reading: its last lines are then seen
-            if f"{STEP}{step}\n" in self._log.read_text(errors="replace"):
+            text, used_s = self._log.read_text(errors="replace"), _cpu_s(self._process)
+            if f"{STEP}{step}\n" in text:
                 return
-            if not running or time.monotonic() > deadline:
+            now = time.monotonic()
+            if len(text) > length or used_s > cpu_s + _SOME_CPU_S:
+                heard, length, cpu_s = now, len(text), used_s
+            if not running or now - heard > QUIET_S or now - started > LIMIT_S:
+                why = f"hangs, with no sign of life for {now - heard:.0f} s" if running else "failed"
                 raise ServiceError(
-                    f"applying {step} failed; {self._log} ends with:\n{tail(self._log)}\n"
+                    f"applying {step} {why}; {self._log} ends with:\n{tail(self._log)}\n"
                     "repair the cause and run `dflash up` again"
                 )
             time.sleep(0.1)
+
+
+def _cpu_s(process: ProcessIdentity) -> float:
+    """Processor time that it has used; 0 where it has ended."""
+    try:
+        times = psutil.Process(process.pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
 
 
 def set_up_environment(folder: StackFolder) -> dict[str, str]:
@@ -83,9 +122,7 @@ def compute_digest(folder: StackFolder, deployments: Path) -> str:
     """Digest of what decides pools, blocks and deployments: their files, the flows' signatures, the store's address."""
     files = [deployments, *sorted((deployments.parent / "pools").glob("*.json")), folder.s3 / "server.json"]
     files += sorted((_REPOSITORY / "flows").glob("*.py"))
-    models = ["config.py", "runs.py", "eval/config.py", "generate/config.py"]
-    models += [f"train/{name}.py" for name in ("config", "loss_options", "run", "target_shape")]
-    files += [_REPOSITORY / "dflash" / name for name in models]
+    files += [_REPOSITORY / "dflash" / name for name in PARAMETER_MODELS]
     files += [_REPOSITORY / "embedded" / name for name in ("apply_deployments.py", "prefect_set_up.py")]
     digest = hashlib.sha256()
     for file in files:
