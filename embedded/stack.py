@@ -246,5 +246,9 @@ def _crash_unfinished_runs(state: StackState) -> None:
     unfinished = {"flow_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}}
     crashed = {"type": "CRASHED", "name": "Crashed", "message": "ended by `dflash down`"}
     with contextlib.suppress(ServiceError):
-        for run in state.api.post("/flow_runs/filter", unfinished):
-            state.api.post(f"/flow_runs/{run['id']}/set_state", {"state": crashed, "force": True})
+        told: set[str] = set()
+        # The server gives 200 at a time; one that it leaves as it is must not be told for ever.
+        while new := {run["id"] for run in state.api.post("/flow_runs/filter", unfinished)} - told:
+            for run in new:
+                state.api.post(f"/flow_runs/{run}/set_state", {"state": crashed, "force": True})
+            told |= new
