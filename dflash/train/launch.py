@@ -125,7 +125,7 @@ class Trainer:
             if not self._ended_within(self.run.stop_grace_s):
                 self._signal(signal.SIGTERM)
                 self._ended_within(_AFTER_SIGTERM_S)
-        self._signal(signal.SIGKILL)  # ranks that outlived their torchrun
+        self._signal(signal.SIGKILL)  # ranks that outlived their starter
         self._process.wait()
 
     def _ended_within(self, seconds: float) -> bool:
@@ -140,11 +140,9 @@ class Trainer:
             os.killpg(self._process.pid, number)
 
     def _command(self) -> list[str]:
-        module = ["-m", "dflash.train.main", str(self._job)]
         if self.run.num_processes == 1:
-            return [sys.executable, *module]
-        ranks = f"--nproc-per-node={self.run.num_processes}"
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *module]
+            return [sys.executable, "-m", "dflash.train.main", str(self._job)]
+        return [sys.executable, "-m", "dflash.train.start_ranks", str(self.run.num_processes), str(self._job)]
 
     def _result(self) -> dict[str, Any]:
         path = result_path(self._job)

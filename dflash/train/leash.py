@@ -1,8 +1,8 @@
 """How a launcher holds its trainer: it asks it to stop, and a trainer whose launcher died stops by itself.
 
-`torchrun` answers SIGTERM by killing its ranks half a minute later, which may be too short to save. So ranks are asked
-through a file beside the job. A lock that the launcher holds and the kernel frees shows whether it still lives, however
-it ended and whatever its process id means by now.
+Prefect follows its SIGTERM by SIGKILL half a minute later, which may be too short to save. So a trainer and its ranks
+are asked through a file beside the job. A lock that the launcher holds and the kernel frees shows whether it still
+lives, however it ended and whatever its process id means by now.
 """
 
 from __future__ import annotations

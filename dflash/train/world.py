@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dflash.errors import PeerLostError
+from dflash.train.meeting import Meeting
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +101,20 @@ def _losing_a_rank() -> Iterator[None]:
 
 
 @contextmanager
-def join(backend: str, timeout_s: float = 1800.0) -> Iterator[World]:
-    """Join the ranks that `torchrun` started.
+def join(backend: str, timeout_s: float = 1800.0, meeting: Meeting | None = None) -> Iterator[World]:
+    """Join the ranks that were started together.
 
     Args:
         backend: `nccl` on GPUs, `gloo` on CPUs.
         timeout_s: after which a collective counts as hung.
+        meeting: where they find each other; None where they were started by `torchrun`, whose variables say it.
     """
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    if meeting is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = meeting.store(timeout)
+        dist.init_process_group(backend, store=store, rank=meeting.rank, world_size=meeting.size, timeout=timeout)
     try:
         yield World.current()
     finally:

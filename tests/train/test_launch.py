@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dflash.errors import IncompatibleError, TrainingError
@@ -39,14 +40,19 @@ def trainer_of(run: TrainRun, tmp_path: Path) -> Trainer:
 @pytest.mark.slow
 def test_two_ranks_stop_together_when_asked_and_go_on(tmp_path: Path, target: Path) -> None:
     run = make_run(tmp_path, target, 2, **LONG)
-    tail = MetricsTail(tmp_path / "run")
+    tail, listening = MetricsTail(tmp_path / "run"), set[str]()
     with trainer_of(run, tmp_path) as trainer:
 
         def stop_at_a_step() -> None:
             if tail.newest() is not None:
+                assert trainer._process is not None
+                starter = psutil.Process(trainer._process.pid)
+                sockets = [one for rank in starter.children() for one in rank.net_connections("inet")]
+                listening.update(one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN)
                 trainer.ask_to_stop()
 
         stopped = trainer.wait(stop_at_a_step)
+    assert listening == {"127.0.0.1"}
     assert (stopped["status"], stopped["step"] > 0) == ("stopped", True)
     assert not list((tmp_path / "work" / "jobs").iterdir())
     ends = run.train.model_copy(update={"max_steps": stopped["step"] + 2})
