@@ -31,6 +31,7 @@ COPY --chmod=0755 docker/entrypoint.sh /usr/local/bin/entrypoint
 ENV PATH=/opt/dflash/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     DO_NOT_TRACK=1 \
+    PREFECT_WORKER_WEBSERVER_HOST=127.0.0.1 \
     DFLASH_PROJECT=/var/lib/dflash \
     DFLASH_HOME=/var/lib/dflash \
     PREFECT_HOME=/var/lib/dflash/prefect \

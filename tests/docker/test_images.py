@@ -58,6 +58,14 @@ def test_bases_are_pinned_and_nothing_secret_is_built_in(file: Path) -> None:
     assert not re.search(r"(?i)^(ENV|ARG).*(secret|password|token|auth|key)", text, flags=re.MULTILINE)
 
 
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_the_health_check_of_a_worker_is_for_its_own_container(file: Path) -> None:
+    """Prefect's default is every address."""
+    text = file.read_text()
+    assert '"--with-healthcheck"' in text
+    assert re.findall(r"PREFECT_WORKER_WEBSERVER_HOST=(\S+)", text) == ["127.0.0.1"]
+
+
 def test_torch_is_the_one_that_ci_runs() -> None:
     (pinned,) = re.findall(r"^torch==(.+)$", (REPOSITORY / "constraints.txt").read_text(), flags=re.MULTILINE)
     assert f"ARG TORCH_VERSION={pinned}\n" in (DOCKER / "gpu.Dockerfile").read_text()
