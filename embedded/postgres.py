@@ -110,8 +110,9 @@ class PostgresCluster:
     def _make_private_folder(self) -> None:
         self.directory.mkdir(mode=0o700, exist_ok=True)
         if (user := _server_user()) is not None:
-            # The stack's folder stays unreadable, but the server's user has to get through it.
-            self.directory.parent.chmod(0o711)
+            # The stack's folder stays closed to all others, but the server's user has to get through it.
+            os.chown(self.directory.parent, -1, user.pw_gid)
+            self.directory.parent.chmod(0o710)
             check_can_pass(self.directory.parent, user)
             os.chown(self.directory, user.pw_uid, user.pw_gid)
 

@@ -48,11 +48,15 @@ def test_it_opens_no_port_and_lets_in_its_owner_alone(cluster: PostgresCluster) 
     assert query(cluster, "select current_user").stdout == "prefect\n"
     assert "password" not in cluster.url
     if os.geteuid() == 0:
+        above = cluster.directory.parent.stat()
+        assert (stat.S_IMODE(above.st_mode), above.st_gid) == (0o710, pwd.getpwnam("postgres").pw_gid)
+        cluster.directory.parent.chmod(0o711)
         cluster.directory.chmod(0o711)
         try:
             refused = query(cluster, "select 1", user="nobody")
         finally:
             cluster.directory.chmod(0o700)
+            cluster.directory.parent.chmod(0o710)
         assert refused.returncode != 0
         assert "ermission denied" in refused.stderr  # the socket's own mode
 
