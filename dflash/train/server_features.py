@@ -49,7 +49,7 @@ class FeatureServer:
         url: of the server.
         model: its name there.
         folder: where it writes; files outside are neither read nor removed.
-        timeout_s: of one request.
+        timeout_s: of a row's requests together: silence after which the run ends.
     """
 
     url: str
@@ -129,12 +129,14 @@ class ServerFeatures:
 
     def _post(self, path: str, body: dict[str, Any], row: Row) -> dict[str, Any]:
         """Ask, again after a failure that may pass."""
-        last = ""
+        last, deadline = "nothing", time.monotonic() + self._server.timeout_s
         for attempt in range(_ATTEMPTS):
             if attempt:
-                time.sleep(0.2 * 4**attempt)
+                time.sleep(max(0.0, min(0.2 * 4**attempt, deadline - time.monotonic())))
+            if (left_s := deadline - time.monotonic()) <= 0:
+                break
             try:
-                status, data = self._ask(path, json.dumps(body), row_digest(row)[:32])
+                status, data = self._ask(path, json.dumps(body), row_digest(row)[:32], left_s)
             except (OSError, http.client.HTTPException) as error:
                 last = repr(error)
                 continue
@@ -151,10 +153,10 @@ class ServerFeatures:
                 break
         raise self._wrong(row, "an answer", last)
 
-    def _ask(self, path: str, body: str, name: str) -> tuple[int, bytes]:
+    def _ask(self, path: str, body: str, name: str, timeout_s: float) -> tuple[int, bytes]:
         parts = urlsplit(self._server.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=self._server.timeout_s)
+        connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
         try:
             headers = {"Content-Type": "application/json", "X-Request-Id": name}
             connection.request("POST", parts.path.rstrip("/") + path, body, headers)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -175,6 +177,18 @@ def test_a_file_elsewhere_is_neither_read_nor_removed(
     with pytest.raises(TrainingError, match="a whole safetensors file"):
         features.states(pack_of(5))
     assert other.read_text() == "mine"
+
+
+def test_a_server_that_is_silent_ends_the_run_after_the_time_that_it_has(features: ServerFeatures) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        server = FeatureServer(f"http://127.0.0.1:{deaf.getsockname()[1]}", "tiny", Path("/nowhere"), timeout_s=0.5)
+        other = ServerFeatures(server, features.ends, len(LAYERS))
+        started = time.monotonic()
+        other.prepare([pack_of(5)])
+        with pytest.raises(TrainingError, match=r"expected an answer, found TimeoutError"):
+            other.states(pack_of(5))
+        assert time.monotonic() - started < 5
+        other.close()
 
 
 def test_a_server_that_refuses_or_is_gone_is_named(server: TinyServer, features: ServerFeatures) -> None:
