@@ -41,7 +41,7 @@ from dflash.train.resume import check_resumable
 from dflash.train.sharding import full_state, load_full_state
 from dflash.train.vocabulary import LossVocabulary, count_written_ids
 from dflash.train.warm_start import warm_start
-from dflash.train.world import World
+from dflash.train.world import World, losing_a_rank
 
 CHECKPOINTS = "checkpoints"
 
@@ -122,7 +122,8 @@ class Run:
         metrics = MetricsWriter(self._run_dir, self.progress.step) if self._world.is_first else None
         self.engine.drafter.train()
         try:
-            ramp_up(self.engine, order_of(self.config).packs(self._source, self.progress.batch), self._hooks.memory)
+            with losing_a_rank():
+                ramp_up(self.engine, order_of(self.config).packs(self._source, self.progress.batch), self._hooks.memory)
             status = self._steps(metrics)
             checkpoint = self._save()
         except BaseException as error:
@@ -158,7 +159,9 @@ class Run:
                 current = [ahead.popleft() for _ in range(min(config.accumulation, len(ahead)))]
                 features.prepare([share.pack for share in (*current, *ahead)])
                 saved_rounds = self.progress.step // config.checkpoint_every
-                if self._round(current, metrics):
+                with losing_a_rank():
+                    stopped = self._round(current, metrics)
+                if stopped:
                     break
                 if self.progress.step // config.checkpoint_every > saved_rounds:
                     self._save()
@@ -248,7 +251,8 @@ class Run:
 
     def _save(self) -> Path:
         """Write a checkpoint on rank 0; all ranks wait for it."""
-        self._write()
+        with losing_a_rank():
+            self._write()
         self._world.barrier()
         latest = self._folder.latest()
         assert latest is not None

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -58,6 +59,9 @@ class Peers:
     def __init__(self, others: Sequence[int], group: dist.ProcessGroup, timeout_s: float) -> None:
         self._group = group
         self._timeout_s = timeout_s
+        self._limit = timedelta(seconds=timeout_s)
+        # NCCL's waits only order streams; with a limit they would hold up this thread until the tensor is there.
+        self._tensor_limit = self._limit if dist.get_backend() == "gloo" else None
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._goodbyes: list[dist.Work] = []
         self._threads = {
@@ -71,9 +75,11 @@ class Peers:
         """Say something to a rank; at most a few hundred bytes.
 
         Raises:
-            PeerLostError: it is gone.
+            PeerLostError: it is gone, or hangs: then it has taken nothing for too long.
         """
-        self.finish(rank, [self._begin(rank, kind, fields)])
+        work = self._begin(rank, kind, fields)
+        with self._losing(rank):
+            work.wait(self._limit)
 
     def get(self, waiting_for: str) -> Message:
         """Return the next message of any rank, `bye` included.
@@ -111,20 +117,25 @@ class Peers:
         """Fill a tensor with the next one that the rank sends.
 
         Raises:
-            PeerLostError: the rank is gone.
+            PeerLostError: the rank is gone, or hangs.
         """
         with self._losing(rank):
-            dist.recv(tensor, rank, tag=_TENSOR_TAG)
+            work = dist.irecv(tensor, rank, tag=_TENSOR_TAG)
+        assert work is not None
+        self.finish(rank, [work])
 
     def finish(self, rank: int, works: Sequence[dist.Work]) -> None:
-        """Wait until tensors are sent.
+        """Wait until tensors are sent, or received.
 
         Raises:
-            PeerLostError: the rank is gone.
+            PeerLostError: the rank is gone, or hangs.
         """
         with self._losing(rank):
             for work in works:
-                work.wait()
+                if self._tensor_limit is None:
+                    work.wait()
+                else:
+                    work.wait(self._tensor_limit)
 
     def say_bye(self, failed: BaseException | None = None) -> None:
         """Say goodbye to all, and why if it is early; never raises, and never waits for a rank that hangs."""

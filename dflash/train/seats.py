@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dflash.errors import UsageError
 from dflash.train.peers import Peers
 from dflash.train.topology import Role, TopologyConfig
-from dflash.train.world import World
+from dflash.train.world import COLLECTIVE_S, World
 
 # Silence on the messages' group is judged by `topology.peer_timeout_s`, not by the group itself.
 _NO_TIMEOUT = timedelta(days=365)
@@ -26,6 +26,7 @@ class Seat:
         target_number: this rank among those that run the target for others; None where it trains.
         peers: the other side, in `split`.
         target_group: the target ranks, where the target is spread over them.
+        loading_group: the same ranks over gloo, which wait for each other to load it, however long that takes.
     """
 
     topology: TopologyConfig
@@ -33,6 +34,7 @@ class Seat:
     target_number: int | None = None
     peers: Peers | None = None
     target_group: dist.ProcessGroup | None = None
+    loading_group: dist.ProcessGroup | None = None
 
     @classmethod
     def take(cls, topology: TopologyConfig) -> Seat:
@@ -51,9 +53,14 @@ class Seat:
             )
         drafters = list(range(topology.drafter_ranks))
         targets = list(range(topology.drafter_ranks, world.size))
-        group = dist.new_group(drafters)
+        # Without one they would have NCCL's own of ten minutes, and not that of the ranks together.
+        limit = timedelta(seconds=COLLECTIVE_S)
+        group = dist.new_group(drafters, timeout=limit)
         talk = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
-        spread = dist.new_group(targets) if topology.shard_target else None
+        spread = turns = None
+        if topology.shard_target:
+            spread = dist.new_group(targets, timeout=limit)
+            turns = dist.new_group(targets, backend="gloo", timeout=_NO_TIMEOUT)
         is_target = world.rank in targets
         peers = Peers(drafters if is_target else targets, talk, topology.peer_timeout_s)
         return cls(
@@ -62,6 +69,7 @@ class Seat:
             world.rank - len(drafters) if is_target else None,
             peers,
             spread,
+            turns,
         )
 
     @property

@@ -24,15 +24,22 @@ from dflash.data.batches import Pack
 from dflash.model.features import Target, similar_lengths
 from dflash.model.target_loading import find_layers
 from dflash.train.packed import row_slices
+from dflash.train.world import losing_a_rank
 
 
-def load_spread(load: Callable[[], Target], group: dist.ProcessGroup, device: torch.device) -> Target:
+def load_spread(
+    load: Callable[[], Target], group: dist.ProcessGroup, turns: dist.ProcessGroup, device: torch.device
+) -> Target:
     """Load a target on the CPU, one rank after the other, and spread its layers over a group.
 
     Args:
         load: loads the whole target on the CPU; the machine's memory holds one at a time.
         group: of the target ranks; all must call this.
+        turns: the same ranks, on whose barriers a load may take as long as it takes.
         device: of this rank.
+
+    Raises:
+        PeerLostError: another target rank is gone.
     """
     mesh = DeviceMesh.from_group(group, device.type)
     target: Target | None = None
@@ -40,7 +47,8 @@ def load_spread(load: Callable[[], Target], group: dist.ProcessGroup, device: to
         if dist.get_rank(group) == turn:
             target = load()
             _spread(target, mesh, device)
-        dist.barrier(group=group)
+        with losing_a_rank("A target rank"):
+            dist.barrier(group=turns)
     assert target is not None
     return target
 
@@ -66,10 +74,14 @@ class Lockstep:
         Args:
             pack: that this rank is going to compute, in one call; None for none.
             ending: this rank's drafter ranks are gone.
+
+        Raises:
+            PeerLostError: another target rank is gone.
         """
         own = 0 if pack is None else len(similar_lengths([(part.start, part.stop) for part in row_slices(pack)]))
         values = torch.tensor([own, int(ending), int(pack is not None)], device=self._device)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        with losing_a_rank("A target rank"):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
         most, ends, goes_on = values.tolist()
         self._missing = most - own
         return bool(goes_on) and not ends

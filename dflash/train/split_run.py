@@ -9,6 +9,7 @@ import torch
 
 from dflash.data.batches import BatchState, ShardSource
 from dflash.data.prefetch import prefetch
+from dflash.errors import PeerLostError
 from dflash.model.features import Target
 from dflash.train.config import TrainConfig
 from dflash.train.feature_source import ComputedFeatures
@@ -18,6 +19,7 @@ from dflash.train.seats import Seat
 from dflash.train.setup import ends_of
 from dflash.train.sharded_target import Lockstep, load_spread
 from dflash.train.split_target import TargetFeed
+from dflash.train.world import losing_a_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ def run_target_rank(
         packs = order.packs(data.source, data.state)
         ours = prefetch(pack for pack in packs if topology.target_of(pack.index) == number)
         try:
-            feed.run(ours)
+            with losing_a_rank("A target rank"):
+                feed.run(ours)
         finally:
             ours.close()
     except BaseException as error:
@@ -74,12 +77,13 @@ def run_target_rank(
         raise
     finally:
         peers.say_bye(failed)
-        peers.close()
+        if not isinstance(failed, PeerLostError):  # where a rank is gone nothing is waited for
+            peers.close()
 
 
 def _target(seat: Seat, load: Callable[[torch.device], Target], device: torch.device) -> tuple[Target, Lockstep | None]:
     """Load the target whole, or spread over the target ranks."""
-    if seat.target_group is None:
+    if seat.target_group is None or seat.loading_group is None:
         return load(device), None
-    target = load_spread(lambda: load(torch.device("cpu")), seat.target_group, device)
+    target = load_spread(lambda: load(torch.device("cpu")), seat.target_group, seat.loading_group, device)
     return target, Lockstep(target, seat.target_group, device)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from torch import Tensor, nn
 
 from dflash.errors import PeerLostError
 from dflash.train.meeting import Meeting
+
+COLLECTIVE_S: Final = 1800.0
+"""After which a collective counts as hung; a checkpoint on a slow disk is written meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class World:
     def sum(self, values: Tensor) -> Tensor:
         """Add `values` over all ranks, in place."""
         if self.size > 1:
-            with _losing_a_rank():
+            with losing_a_rank():
                 dist.all_reduce(values, group=self.group)
         return values
 
@@ -59,7 +63,7 @@ class World:
         if self.size == 1:
             return
         handles = []
-        with _losing_a_rank():
+        with losing_a_rank():
             for weight in weights:
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
@@ -70,38 +74,46 @@ class World:
     def spread(self, weights: Iterable[nn.Parameter]) -> None:
         """Give all ranks the weights of rank 0, in place."""
         if self.size > 1:
-            for weight in weights:
-                dist.broadcast(weight.data, src=0, group=self.group)
+            with losing_a_rank():
+                for weight in weights:
+                    dist.broadcast(weight.data, src=0, group=self.group)
 
     def first_value(self, value: float) -> float:
         """Return rank 0's value on all ranks, such as its clock."""
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        with losing_a_rank():
+            dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            with _losing_a_rank():
+            with losing_a_rank():
                 dist.barrier(group=self.group)
 
 
 @contextmanager
-def _losing_a_rank() -> Iterator[None]:
-    """Turn the error of a collective whose other ranks are gone into ours."""
+def losing_a_rank(who: str = "A rank that trains") -> Iterator[None]:
+    """Turn the error of a collective whose other ranks are gone into ours; other errors pass.
+
+    It may be held over whole steps: where weights are sharded, forward and backward passes hold collectives.
+    """
     try:
         yield
     except RuntimeError as error:
+        # Gloo's errors have no class of their own, only its source file in their text.
+        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+            raise
         raise PeerLostError(
-            f"A rank that trains is gone: {str(error).splitlines()[0][:200]}. Look at its own lines in the log; the "
+            f"{who} is gone: {str(error).splitlines()[0][:200]}. Look at its own lines in the log; the "
             "same run, started again, goes on from the newest checkpoint."
         ) from error
 
 
 @contextmanager
-def join(backend: str, timeout_s: float = 1800.0, meeting: Meeting | None = None) -> Iterator[World]:
+def join(backend: str, timeout_s: float = COLLECTIVE_S, meeting: Meeting | None = None) -> Iterator[World]:
     """Join the ranks that were started together.
 
     Args:

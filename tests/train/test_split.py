@@ -140,22 +140,46 @@ def test_when_a_rank_is_killed_all_others_end_and_say_so(
 
 
 @pytest.mark.slow
-def test_a_target_rank_that_hangs_is_not_waited_for_forever(tmp_path: Path, dataset: str, target: Path) -> None:
+@pytest.mark.parametrize(
+    ("victim", "changed"),
+    [(1, {"topology": ONE_TO_TWO, "sharding": "fsdp"}), (2, {"topology": TWO_TO_ONE | {"shard_target": True}})],
+    ids=["drafter", "target"],
+)
+def test_a_rank_that_dies_inside_a_pass_of_sharded_weights_is_named(
+    tmp_path: Path, dataset: str, target: Path, victim: int, changed: dict[str, Any]
+) -> None:
+    ranks = Ranks(tmp_path / "ranks", tiny_run(dataset, target, str(tmp_path / "split"), **changed, **LONG), 3)
+    wait_for_steps(tmp_path / "split", ranks)
+    pid = ranks.processes[victim].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    codes = ranks.wait(90)
+    assert codes[victim] == -signal.SIGKILL
+    assert codes[0] == 1
+    assert json.loads(ranks.result.read_text())["error"] == "PeerLostError"
+    assert [path.name for path in ranks.logs if "Traceback" in path.read_text()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2], ids=["drafter", "target"])
+def test_a_rank_that_hangs_is_not_waited_for_forever(tmp_path: Path, dataset: str, target: Path, victim: int) -> None:
     topology = TWO_TO_ONE | {"peer_timeout_s": 15}
     ranks = Ranks(tmp_path / "ranks", tiny_run(dataset, target, str(tmp_path / "split"), topology=topology, **LONG), 3)
     wait_for_steps(tmp_path / "split", ranks)
-    hung = ranks.processes[2]
+    hung = ranks.processes[victim]
     assert hung.pid is not None
     os.kill(hung.pid, signal.SIGSTOP)
     try:
-        for process in ranks.processes[:2]:
-            process.join(90)
-            assert process.exitcode is not None, ranks.log()
+        for process in ranks.processes:
+            if process is not hung:
+                process.join(90)
+                assert process.exitcode is not None, ranks.log()
     finally:
         hung.kill()
     ranks.wait()
-    assert "No word of ranks [1, 2] for 15 s" in ranks.log()
-    assert newest(tmp_path / "split").step > 0
+    assert json.loads(ranks.result.read_text())["error"] == "PeerLostError"
+    if victim == 2:
+        assert newest(tmp_path / "split").step > 0
 
 
 @pytest.mark.parametrize("found", [{"digest": "0" * 64}, {"num_tokens": 8}], ids=["other rows", "shorter"])
