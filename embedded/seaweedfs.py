@@ -16,15 +16,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from dflash.errors import ServiceError, StorageError
 from dflash.storage import S3Credentials, TransferLimits, open_store
 from dflash.storage.s3_clients import open_botocore
+from dflash.validation import problems_of
 from embedded.marked import MARKER, find_marked_command
 from embedded.processes import (
     ProcessIdentity,
@@ -62,9 +64,16 @@ class SeaweedState(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    access_key_id: str
-    secret_access_key: str
-    ports: dict[str, int]
+    access_key_id: str = Field(min_length=1)
+    secret_access_key: str = Field(min_length=1)
+    ports: dict[str, Annotated[int, Field(ge=1, le=65_535 - _GRPC_OFFSET)]] = Field(description="None, or all.")
+
+    @field_validator("ports")
+    @classmethod
+    def _none_or_all(cls, ports: dict[str, int]) -> dict[str, int]:
+        if ports and set(ports) != set(_PORT_NAMES):
+            raise ValueError(f"expected those of {', '.join(_PORT_NAMES)}, found {', '.join(sorted(ports))}")
+        return ports
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +147,8 @@ def find_seaweedfs(directory: Path, config: SeaweedConfig | None = None) -> Seaw
         return None
     config = config or SeaweedConfig()
     state = _load_state(directory)
-    return _server(directory, state, config, identity) if _find_problem(state, config) is None else None
+    answers = bool(state.ports) and _find_problem(state, config) is None
+    return _server(directory, state, config, identity) if answers else None
 
 
 def stop_seaweedfs(directory: Path) -> bool:
@@ -148,7 +158,8 @@ def stop_seaweedfs(directory: Path) -> bool:
         stop_process(identity, timeout_s=20.0)
     (directory / "weed.pid").unlink(missing_ok=True)
     if (directory / "server.json").is_file():
-        _remove_sockets(_load_state(directory).ports)
+        with suppress(ServiceError):  # a damaged state names no sockets
+            _remove_sockets(_load_state(directory).ports)
     return identity is not None
 
 
@@ -217,14 +228,16 @@ def _load_state(directory: Path) -> SeaweedState:
     if path.is_file():
         try:
             return SeaweedState.model_validate_json(path.read_bytes())
-        except ValueError as error:
-            raise ServiceError(f"{path} is damaged ({error}); remove it to make new credentials") from error
+        except ValidationError as error:  # pydantic's own message repeats the secret
+            raise ServiceError(
+                f"{path} is damaged ({problems_of(error, 'the file')}); remove it to make new credentials"
+            ) from None
     return SeaweedState(access_key_id=secrets.token_hex(10), secret_access_key=secrets.token_urlsafe(30), ports={})
 
 
 def _with_free_ports(directory: Path, state: SeaweedState, *, fresh: bool) -> SeaweedState:
     """Keep the ports of the last start where all are free, else take others."""
-    if fresh or not _become_free(state.ports) or set(state.ports) != set(_PORT_NAMES):
+    if fresh or not state.ports or not _become_free(state.ports):
         ports = find_free_ports(len(_PORT_NAMES), twin_offset=_GRPC_OFFSET)
         state = state.model_copy(update={"ports": dict(zip(_PORT_NAMES, ports, strict=True))})
         write_private(directory / "server.json", state.model_dump_json(indent=1))

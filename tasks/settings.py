@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from prefect.blocks.system import Secret
-from pydantic import AliasChoices, Field, SecretStr
+from pydantic import AliasChoices, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dflash.data.workspace import Workspace
+from dflash.errors import UsageError
 from dflash.storage import S3Credentials
+from dflash.validation import problems_of
 
 if TYPE_CHECKING:
     from prefect_aws import AwsCredentials
@@ -79,33 +81,53 @@ def workspace() -> Workspace:
 
 
 def api_key() -> str | None:
-    """Key for the endpoints of a generation: `DFLASH_API_KEY`, else the Secret block, else none."""
-    given = settings().api_key
-    if given is not None:
-        return given.get_secret_value()
-    try:
-        return str(cast("Secret[str]", Secret.load(settings().api_key_block)).get())
-    except ValueError:  # Prefect's answer for a block that doesn't exist
-        return None
+    """Key for the endpoints of a generation: `DFLASH_API_KEY`, else the Secret block, else none.
+
+    Raises:
+        UsageError: it can't be sent; the message doesn't repeat it.
+    """
+    given, where = settings().api_key, "DFLASH_API_KEY"
+    if given is None:
+        where = f"the Prefect block {settings().api_key_block}"
+        try:
+            given = SecretStr(str(cast("Secret[str]", Secret.load(settings().api_key_block)).get()))
+        except ValueError:  # Prefect's answer for a block that doesn't exist
+            return None
+    key = given.get_secret_value().strip()  # what is pasted into a form often ends with a line break
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError(f"The key of {where} can't be sent: expected one line of ASCII. Store it again.")
+    return key or None
 
 
 @functools.cache
 def s3_credentials() -> S3Credentials:
-    """Credentials of this process: the AWS variables if they are set, else the Prefect block."""
+    """Credentials of this process: the AWS variables if they are set, else the Prefect block.
+
+    Raises:
+        UsageError: they can't be used; the message repeats none of them.
+    """
     environment = _AwsEnvironment()
     if environment.access_key_id is not None:
-        return S3Credentials(**environment.model_dump())
+        return _checked("the AWS variables", **environment.model_dump())
     block = _load_block(settings().s3_block)
     if block is None:
-        return S3Credentials(**environment.model_dump())
+        return _checked("the AWS variables", **environment.model_dump())
     frozen = block.get_boto3_session().get_credentials().get_frozen_credentials()
-    return S3Credentials(
+    return _checked(
+        f"the Prefect block {settings().s3_block}",
         endpoint_url=block.aws_client_parameters.endpoint_url,
         region=block.region_name or environment.region,
         access_key_id=frozen.access_key,
         secret_access_key=frozen.secret_key,
         session_token=frozen.token,
     )
+
+
+def _checked(where: str, **values: Any) -> S3Credentials:
+    try:
+        return S3Credentials(**values)
+    except ValidationError as error:
+        raise UsageError(f"The S3 credentials of {where} can't be used: {problems_of(error, 'they')}.") from None
 
 
 def _load_block(name: str) -> AwsCredentials | None:

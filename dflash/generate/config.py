@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Final, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
 from dflash.config import RunModel
 from dflash.data.strict_json import check_value
 from dflash.errors import RecordError
+from dflash.validation import check_address
 
 MOST_TOKENS: Final = 1_048_576  # of one completion
-_NO_ADDRESS: Final = re.compile(r"[\s\x00-\x1f\x7f\\]")  # in a URL each of them is a slip of the keyboard
 
 
 class SamplingOptions(RunModel):
@@ -79,15 +77,7 @@ class GenerateRun(RunModel):
     @field_validator("endpoints")
     @classmethod
     def _plain_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        for url in urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or _NO_ADDRESS.search(url):
-                raise ValueError(f"{url!r} is no http:// or https:// address")
-            if parts.port == 0:  # reading it refuses what is no number up to 65535
-                raise ValueError(f"{url!r}: nothing listens at port 0")
-            if parts.username or parts.password or parts.query or parts.fragment:
-                raise ValueError("an endpoint holds no user, password or query: the key comes from the environment")
-        return tuple(dict.fromkeys(url.rstrip("/") for url in urls))
+        return tuple(dict.fromkeys(check_address(url).rstrip("/") for url in urls))
 
     @field_validator("chat_template_kwargs")
     @classmethod

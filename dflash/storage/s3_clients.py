@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import obstore
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from dflash.errors import UsageError
 from dflash.storage.retry import TransferLimits
+from dflash.validation import check_address
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Credential
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 class S3Credentials(BaseModel):
     """Where an S3 server is and who asks. Key and secret are given together, or left out together."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # A message of pydantic's would repeat a key beside what is wrong with it.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     endpoint_url: str | None = Field(
         default=None,
-        pattern=r"^https?://[^\s/]+/?$",
+        pattern=r"^[^/]*//[^/]+/?$",
         description="Server address such as http://127.0.0.1:8333; AWS if empty.",
     )
     region: str = Field(default="us-east-1", min_length=1, description="Region name; most other servers ignore it.")
@@ -37,6 +39,11 @@ class S3Credentials(BaseModel):
     )
     secret_access_key: SecretStr | None = Field(default=None, description="Secret of the access key.")
     session_token: SecretStr | None = Field(default=None, description="Token of temporary credentials.")
+
+    @field_validator("endpoint_url")
+    @classmethod
+    def _plain_address(cls, url: str | None) -> str | None:
+        return None if url is None else check_address(url)
 
     @model_validator(mode="after")
     def _check_pairs(self) -> S3Credentials:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dflash.config import RunModel
+from dflash.validation import check_address
 
 # What a rank holds: both, the target alone, or the drafter with the target's embedding and head.
 Role = Literal["colocated", "target", "drafter"]
@@ -45,13 +46,16 @@ class TopologyConfig(RunModel):
     peer_timeout_s: float = Field(
         default=1800.0, gt=0, description="Silence of another rank or of the server after which the run ends."
     )
-    server_url: str | None = Field(
-        default=None, pattern=r"^https?://", description="server: its address, such as http://127.0.0.1:8000."
-    )
+    server_url: str | None = Field(default=None, description="server: its address, such as http://127.0.0.1:8000.")
     server_folder: str | None = Field(
         default=None, description="server: the folder that it writes states to and that this machine sees."
     )
     server_model: str | None = Field(default=None, description="server: the model's name there; default the target's.")
+
+    @field_validator("server_url")
+    @classmethod
+    def _plain_address(cls, url: str | None) -> str | None:
+        return None if url is None else check_address(url)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -88,10 +88,22 @@ def test_a_command_that_has_ended_leaves_it_to_the_next(tmp_path: Path) -> None:
     assert not stop_seaweedfs(tmp_path / "s3")
 
 
-def test_a_damaged_state_is_named(tmp_path: Path) -> None:
-    (tmp_path / "server.json").write_text('{"access_key_id": 1}')
-    with pytest.raises(ServiceError, match=r"server\.json is damaged"):
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"access_key_id": 1}',
+        '{"secret_access_key": "hidden", "access_key_id": "hid',
+        '{"secret_access_key": "hidden", "access_key_id": "a", "ports": {"s3": 12000}}',
+        '{"secret_access_key": "hidden", "access_key_id": "a", "ports": {"s3": 99999}}',
+        '{"secret_access_key": "", "access_key_id": "a", "ports": {}}',
+    ],
+)
+def test_a_damaged_state_is_named_and_its_secret_is_not(tmp_path: Path, content: str) -> None:
+    (tmp_path / "server.json").write_text(content)
+    with pytest.raises(ServiceError, match=r"server\.json is damaged") as refused:
         start_seaweedfs(tmp_path)
+    assert "hid" not in str(refused.value)
+    assert refused.value.__suppress_context__
 
 
 def test_a_server_that_never_answers_is_an_error_with_its_log(tmp_path: Path) -> None:

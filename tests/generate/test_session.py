@@ -21,6 +21,7 @@ from dflash.generate.config import GenerateRun
 from dflash.generate.progress import GenerateProgress
 from dflash.generate.session import GenerateSession
 from dflash.storage import open_store
+from dflash.validation import problems_of
 from tests.generate.conftest import MakeRun, completions, generate, prompt, records, write_prompts
 from tests.generate.stub_server import FAULTS, Answer, Stub, answer, serving
 from tests.storage.faults import FaultPlan, FaultStore
@@ -94,11 +95,21 @@ def test_parameters_that_no_request_can_hold_are_refused(value: dict[str, Any]) 
 
 @pytest.mark.parametrize(
     "url",
-    ["http://a b/v1", "http://a:99999/v1", "http://a:0/v1", "http://a:b/v1", "http://a\\b", "http://a/v1\n", "a:80"],
+    [
+        "http://a b/v1",
+        "http://a:99999/v1",
+        "http://a:0/v1",
+        "http://a:b/v1",
+        "http://a\\b",
+        "http://a/v1\n",
+        "a:80",
+        "u:hidden@a",
+    ],
 )
 def test_what_is_no_address_is_refused_before_anything_is_asked(url: str) -> None:
-    with pytest.raises(ValidationError, match=r"(?i)address|port"):
+    with pytest.raises(ValidationError, match=r"(?i)address|port") as refused:
         GenerateRun(prompts="p", batch="b", endpoints=("http://[::1]:8000/v1", url))
+    assert "hidden" not in problems_of(refused.value)
 
 
 def test_failures_are_listed_and_done_again(tmp_path: Path, make_run: MakeRun) -> None:

@@ -185,6 +185,15 @@ def test_credentials_come_in_pairs_and_hide_their_secret() -> None:
         S3Credentials(session_token=SecretStr("t"))
     with pytest.raises(ValidationError):
         S3Credentials(endpoint_url="127.0.0.1:8333")
+    for values in (
+        {"endpoint_url": "http://user:hidden@127.0.0.1:8333"},
+        {"endpoint_url": "user:hidden@127.0.0.1:8333"},
+        {"access_key_id": "a", "secret_access_key": ["hidden"]},
+        {"secret_access_key": "hidden"},
+    ):
+        with pytest.raises(ValidationError) as refused:
+            S3Credentials.model_validate(values)
+        assert "hidden" not in str(refused.value)
     credentials = S3Credentials(access_key_id="a", secret_access_key=SecretStr("hidden"))
     assert "hidden" not in f"{credentials!r}{credentials}{credentials.model_dump_json()}"
 

@@ -34,7 +34,9 @@ def plan(device_gb: float, **topology: Any) -> RunPlan:
     [
         ({"mode": "server"}, "server_url"),
         ({"server_url": "http://x"}, "server_url"),
-        ({"mode": "server", "server_url": "file:///etc", "server_folder": "x"}, "pattern"),
+        ({"mode": "server", "server_url": "file:///etc", "server_folder": "x"}, "address"),
+        ({**SERVER, "server_url": "http://user:hidden@host"}, "no user, password or query"),
+        ({**SERVER, "server_url": "http://host:99999"}, "(?i)port"),
         ({"target_ranks": 2}, "mode split"),
         ({"mode": "split", "shard_target": True}, "at least 2 target_ranks"),
         ({"mode": "split", "target_ranks": 4, "shard_target": True, "queue_packs": 2}, "queue_packs x"),
