@@ -14,8 +14,10 @@ Legend: S tokens of a row, K target layers, H hidden size, F = K * H.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,6 +41,8 @@ REQUESTS = 16
 _ATTEMPTS = 4
 _FILE_S = 60.0
 _LARGEST_ANSWER = 1 << 20
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # coarser ones lose what the drafter shall learn from
+_LARGEST_VALUE, _ROOM = 8, 1 << 20  # bytes of a value, values beside the states: ids, names, shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,29 +107,62 @@ class ServerFeatures:
 
     def _fetch(self, row: Row) -> Tensor:
         body = {"model": self._server.model, "prompt": row.input_ids.tolist(), "max_tokens": 1, "temperature": 0}
-        answer = self._post("/v1/completions", body, row)
-        named = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
+        path = self._named(row, self._post("/v1/completions", body, row))
+        try:
+            found = self._checked(row, self._read(path, row))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:  # files that stay fill the memory that they lie in
+            raise self._wrong(row, f"that files in {self._server.folder} can be removed", error) from error
+        return found
+
+    def _named(self, row: Row, answer: dict[str, Any]) -> Path:
+        """Return the file that an answer names."""
+        named = answer.get("kv_transfer_params")
+        named = named.get("hidden_states_path") if isinstance(named, dict) else None
         if not isinstance(named, str):
             raise self._wrong(row, "a hidden_states_path in kv_transfer_params", f"the keys {sorted(answer)}")
-        path = Path(named).resolve()
-        if not path.is_relative_to(self._server.folder.resolve()):
-            raise self._wrong(row, f"a file inside topology.server_folder {self._server.folder}", named)
         try:
-            return self._checked(row, _read(path, row, self._wrong))
-        finally:
-            path.unlink(missing_ok=True)
+            path, folder = Path(named).resolve(), self._server.folder.resolve()
+            inside = folder in path.parents and not path.is_dir()
+        except (OSError, ValueError, RuntimeError):  # too long, a zero byte, links that lead to themselves
+            inside = False
+        if not inside:
+            raise self._wrong(row, f"a file inside topology.server_folder {self._server.folder}", repr(named[:300]))
+        return path
+
+    def _shape(self, row: Row) -> tuple[int, int, int]:
+        return (len(row.input_ids), self._num_layers, self._ends.embedding_VH.shape[1])
 
     def _checked(self, row: Row, tensors: dict[str, Tensor]) -> Tensor:
         """Return [S, F] if the tensors are those of the row."""
-        shape = (len(row.input_ids), self._num_layers, self._ends.embedding_VH.shape[1])
-        ids, hidden = tensors.get("token_ids"), tensors.get("hidden_states")
-        if ids is None or hidden is None or not hidden.is_floating_point():
+        shape, ids, hidden = self._shape(row), tensors.get("token_ids"), tensors.get("hidden_states")
+        if ids is None or hidden is None:
             raise self._wrong(row, "tensors token_ids and hidden_states", sorted(tensors))
+        if hidden.dtype not in _DTYPES:
+            raise self._wrong(row, f"hidden states of {' or '.join(map(str, _DTYPES))}", hidden.dtype)
         if ids.flatten().tolist() != row.input_ids.tolist():
             raise self._wrong(row, f"the row's {len(row.input_ids)} ids back", f"{ids.numel()} others")
         if tuple(hidden.shape) != shape:
             raise self._wrong(row, f"hidden states {shape}", f"{tuple(hidden.shape)}; turn prefix caching off")
         return hidden.flatten(1)
+
+    def _read(self, path: Path, row: Row) -> dict[str, Tensor]:
+        """Read a file that the server may still be writing."""
+        deadline, most = time.monotonic() + _FILE_S, _LARGEST_VALUE * (math.prod(self._shape(row)) + _ROOM)
+        while True:
+            try:
+                if (size := path.stat().st_size) > most:
+                    raise self._wrong(row, f"a file of at most {most} bytes", f"{size} in {path.name}")
+                return load_file(path)
+            except (OSError, SafetensorError) as error:
+                if time.monotonic() > deadline:
+                    raise self._wrong(row, f"a whole safetensors file {path.name}", error) from error
+            time.sleep(0.05)
 
     def _post(self, path: str, body: dict[str, Any], row: Row) -> dict[str, Any]:
         """Ask, again after a failure that may pass."""
@@ -143,7 +180,7 @@ class ServerFeatures:
             if status == http.client.OK:
                 try:
                     answer = json.loads(data)
-                except ValueError:
+                except (ValueError, RecursionError):
                     answer = None
                 if isinstance(answer, dict):
                     return answer
@@ -161,7 +198,10 @@ class ServerFeatures:
             headers = {"Content-Type": "application/json", "X-Request-Id": name}
             connection.request("POST", parts.path.rstrip("/") + path, body, headers)
             response = connection.getresponse()
-            return response.status, response.read(_LARGEST_ANSWER)
+            data = response.read(_LARGEST_ANSWER)
+            if response.length:  # what was announced and didn't come, or is more than any answer
+                raise http.client.IncompleteRead(data, response.length)
+            return response.status, data
         finally:
             connection.close()
 
@@ -171,15 +211,3 @@ class ServerFeatures:
             f"expected {expected}, found {found}. Look at its log; docs/operations.md has how it is started. The same "
             "run, started again, goes on from the newest checkpoint."
         )
-
-
-def _read(path: Path, row: Row, wrong: Any) -> dict[str, Tensor]:
-    """Read a file that the server may still be writing."""
-    deadline = time.monotonic() + _FILE_S
-    while True:
-        try:
-            return load_file(path)
-        except (OSError, SafetensorError) as error:
-            if time.monotonic() > deadline:
-                raise wrong(row, f"a whole safetensors file {path.name}", error) from error
-        time.sleep(0.05)

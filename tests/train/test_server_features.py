@@ -43,14 +43,17 @@ class TinyServer:
         self.failures = 0
         self.change: Callable[[Tensors], Tensors] = lambda tensors: tensors
         self.named: str | None = None
+        self.bodies: list[bytes] = []  # in place of answers
+        self.missing = 0  # bytes that are announced and don't come
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 status, answer = server.answer(self.path, self.rfile.read(int(self.headers["Content-Length"])))
-                body = json.dumps(answer).encode()
+                body = server.bodies.pop(0) if server.bodies else json.dumps(answer).encode()
+                missing, server.missing = server.missing, 0
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Content-Length", str(len(body) + missing))
                 self.end_headers()
                 self.wfile.write(body)
 
@@ -148,8 +151,13 @@ def test_a_server_that_is_still_loading_is_asked_again(server: TinyServer, featu
         (lambda tensors: tensors | {"hidden_states": tensors["hidden_states"][1:].contiguous()}, "prefix caching off"),
         (lambda tensors: tensors | {"hidden_states": tensors["hidden_states"][:, :1].contiguous()}, r"\(5, 1, 32\)"),
         (lambda tensors: {"token_ids": tensors["token_ids"]}, "tensors token_ids and hidden_states"),
+        (
+            lambda tensors: tensors | {"hidden_states": tensors["hidden_states"].to(torch.float8_e4m3fn)},
+            "hidden states of .*float8",
+        ),
+        (lambda tensors: tensors | {"more": torch.zeros(9 << 20, dtype=torch.uint8)}, "a file of at most"),
     ],
-    ids=["another row's", "shortened", "a layer less", "no states"],
+    ids=["another row's", "shortened", "a layer less", "no states", "too coarse", "a huge file"],
 )
 def test_states_that_are_not_the_rows_are_refused(
     server: TinyServer, features: ServerFeatures, change: Callable[[Tensors], Tensors], message: str
@@ -165,7 +173,11 @@ def test_a_file_elsewhere_is_neither_read_nor_removed(
 ) -> None:
     other = tmp_path / "precious"
     other.write_text("mine")
-    for named in (str(other), str(server.folder / ".." / "precious")):
+    (server.folder / "inner").mkdir()
+    for named in (
+        *(str(other), str(server.folder / ".." / "precious"), str(server.folder), ".", "a\0b", "x" * 5000),
+        str(server.folder / "inner"),
+    ):
         server.named = named
         features.prepare([])
         features.prepare([pack_of(5)])
@@ -177,6 +189,37 @@ def test_a_file_elsewhere_is_neither_read_nor_removed(
     with pytest.raises(TrainingError, match="a whole safetensors file"):
         features.states(pack_of(5))
     assert other.read_text() == "mine"
+
+
+def test_an_answer_that_was_cut_is_asked_for_again(server: TinyServer, features: ServerFeatures) -> None:
+    server.bodies, server.missing = [b'{"choices": [], "kv'], 200
+    features.prepare([pack_of(5)])
+    assert torch.equal(features.states(pack_of(5)).features_SF, server.target.features(torch.arange(1, 6)))
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[" * 100_000, b"[]", b"{", b"\xff", b'{"kv_transfer_params": ["hidden_states_path"]}', b'{"choices": 1}'],
+    ids=["deep", "a list", "half", "no text", "a list of parameters", "no parameters"],
+)
+def test_an_answer_that_names_no_file_is_refused(server: TinyServer, features: ServerFeatures, body: bytes) -> None:
+    server.bodies = [body]
+    features.prepare([pack_of(5)])
+    with pytest.raises(TrainingError, match=r"sample-0.*expected a"):
+        features.states(pack_of(5))
+
+
+def test_a_file_that_stays_is_named(
+    server: TinyServer, features: ServerFeatures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    features.prepare([pack_of(5)])
+    with pytest.raises(TrainingError, match=r"can be removed, found .*Permission denied"):
+        features.states(pack_of(5))
 
 
 def test_a_server_that_is_silent_ends_the_run_after_the_time_that_it_has(features: ServerFeatures) -> None:
