@@ -16,6 +16,7 @@ DflashError                     base; exit code 1
  ├─ GateError                   the quality gate stopped the batch; exit code 3
  ├─ PublishConflictError        another publisher won; exit code 4
  ├─ ShardFailedError            shards of a run failed; names them
+ ├─ ChildRunError               a flow run that another one started and waits for did not complete
  ├─ ServiceError                an embedded server did not start, stop or answer
  ├─ ModelError                  a target or drafter can't be loaded or used
  └─ TrainingError               a training run has to stop
@@ -112,6 +113,10 @@ class PublishConflictError(DflashError):
 
 class ShardFailedError(DflashError):
     """One or more shards of a run failed; the message names each with its cause."""
+
+
+class ChildRunError(DflashError):
+    """A flow run that another one started and waits for did not complete."""
 
 
 class ServiceError(DflashError):

@@ -20,9 +20,9 @@ from dflash.errors import UsageError
 from flows.progress import ProgressBoard
 from flows.run_names import named_after
 from flows.tokenize_completions import RESULT, RUNNER, make_shards, tokenize_completions, upload_all
+from tasks.children import run_child
 from tasks.settings import log_to_run, s3_credentials, workspace
 from tasks.tokenization import list_completions, make_shard_anywhere
-from tasks.training import run_child
 
 SLICE = "tokenize-slice/tokenize-slice"
 
@@ -70,7 +70,7 @@ def tokenize_on_workers(config: SpreadRun) -> dict[str, Any]:
         As `tokenize-completions`.
 
     Raises:
-        TrainingError: a slice did not complete.
+        ChildRunError: a slice did not complete.
     """
     log_to_run()
     parent, attempt = str(runtime.id), runtime.run_count

@@ -21,9 +21,10 @@ from dflash.manifest import canonical_json
 from dflash.runs import RELEASED, DrafterRun
 from dflash.storage import ObjectInfo, open_store
 from flows.run_names import named_after
+from tasks.children import run_child
 from tasks.outcomes import Evaluated, read_export, read_measured, read_training
 from tasks.settings import log_to_run, s3_credentials
-from tasks.training import check_training, resolve_version, run_child
+from tasks.training import check_training, resolve_version
 
 TRAIN, EVALUATE, EXPORT = (
     "train-online/train-online",
