@@ -20,16 +20,17 @@ import hashlib
 import json
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from dflash.config import TokenizeOptions
 from dflash.errors import DatasetError
 from dflash.validation import problems_of
 
 FORMAT_VERSION: Final = 1
-Sha256 = str
+# Digests become keys and names of files, so they are nothing else.
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Contract(BaseModel):

@@ -27,6 +27,7 @@ from dflash.manifest import (
     sha256_hex,
 )
 
+A_PATH = "../" * 8 + "home/user/other"
 DAY = datetime(2026, 11, 30, 12, tzinfo=UTC)
 
 
@@ -72,7 +73,7 @@ def make_manifest(**changes: Any) -> Manifest:
         "created_at": DAY,
         "schema_version": 1,
         "code_version": 1,
-        "tokenizer": TokenizerRecord(name="t", fingerprint="f", template_fingerprint="g", vocab_size=248_077),
+        "tokenizer": TokenizerRecord(name="t", fingerprint="f" * 64, template_fingerprint="e" * 64, vocab_size=248_077),
         "options": TokenizeOptions(),
         "shards": shards,
         "batches": (batch_from_receipts("s3://bucket/batch", [make_receipt(0), make_receipt(1)]),),
@@ -183,7 +184,7 @@ def test_a_batch_sums_its_receipts_in_shard_order() -> None:
 
 
 def test_contracts_are_frozen() -> None:
-    batch = Batch(source="s", fingerprint="f", inputs=(), num_shards=0, num_rows=0)
+    batch = Batch(source="s", fingerprint="f" * 64, inputs=(), num_shards=0, num_rows=0)
     with pytest.raises(ValidationError, match="frozen"):
         batch.num_rows = 5  # type: ignore[misc]
 
@@ -211,3 +212,15 @@ def test_numbers_without_a_json_form_are_refused(value: float) -> None:
 def test_parts_without_a_stable_form_are_refused() -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
         fingerprint_of({"path": object()})
+
+
+@pytest.mark.parametrize("digest", [A_PATH, "", "A" * 64, "0" * 63, "0" * 64 + "\n", "0" * 64 + "/../../x"])
+def test_a_digest_that_could_be_a_path_is_refused(digest: str) -> None:
+    """Digests become names of files: a copy that doesn't fit its digest is removed."""
+    entry = make_entry(1).model_dump(mode="json")
+    for name in ("sha256", "index_sha256", "fingerprint"):
+        with pytest.raises(DatasetError, match=name):
+            ShardEntry.from_bytes(canonical_json(entry | {name: digest}), "a manifest")
+    receipt = make_receipt(1).model_dump(mode="json")
+    with pytest.raises(DatasetError, match="rejects_sha256"):
+        ShardReceipt.from_bytes(canonical_json(receipt | {"rejects_sha256": digest}), "a receipt")

@@ -159,7 +159,7 @@ def dataset(tmp_path: Path) -> tuple[DatasetRoot, Manifest]:
         created_at=datetime(2026, 11, 30, tzinfo=UTC),
         schema_version=1,
         code_version=1,
-        tokenizer=TokenizerRecord(name="t", fingerprint="f", template_fingerprint="g", vocab_size=49_152),
+        tokenizer=TokenizerRecord(name="t", fingerprint="f" * 64, template_fingerprint="e" * 64, vocab_size=49_152),
         options=TokenizeOptions(),
         shards=tuple(entries),
         batches=(),

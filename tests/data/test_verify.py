@@ -186,14 +186,16 @@ def publish(tmp_path: Path) -> tuple[DatasetRoot, Manifest]:
         entries.append(entry)
     rejects = b'{"reason": "bad_json"}\n'
     root.meta.put_if_absent(f"rejects/{sha256_hex(rejects)}.jsonl", rejects)
-    batch = Batch(source="batch", fingerprint="f", inputs=(), num_shards=3, num_rows=75, rejects=(sha256_hex(rejects),))
+    batch = Batch(
+        source="batch", fingerprint="f" * 64, inputs=(), num_shards=3, num_rows=75, rejects=(sha256_hex(rejects),)
+    )
     manifest = Manifest(
         version=1,
         parent=None,
         created_at=datetime(2026, 11, 30, tzinfo=UTC),
         schema_version=1,
         code_version=1,
-        tokenizer=TokenizerRecord(name="t", fingerprint="f", template_fingerprint="g", vocab_size=VOCAB_SIZE),
+        tokenizer=TokenizerRecord(name="t", fingerprint="f" * 64, template_fingerprint="e" * 64, vocab_size=VOCAB_SIZE),
         options=TokenizeOptions(),
         shards=tuple(entries),
         batches=(batch,),

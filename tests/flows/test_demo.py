@@ -57,7 +57,7 @@ def make_manifest() -> Manifest:
         created_at=datetime(2026, 11, 30, tzinfo=UTC),
         schema_version=1,
         code_version=1,
-        tokenizer=TokenizerRecord(name="t", fingerprint="f", template_fingerprint="g", vocab_size=1000),
+        tokenizer=TokenizerRecord(name="t", fingerprint="f" * 64, template_fingerprint="e" * 64, vocab_size=1000),
         options=TokenizeOptions(),
         shards=(entry,),
         batches=(batch_from_receipts("s3://bucket/batch", [receipt]),),
