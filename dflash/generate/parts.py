@@ -38,7 +38,7 @@ from dflash.storage import ObjectInfo, Store, TransferLimits
 
 # Parts are one conditional PUT: of racing multipart uploads more than one may be told that it won.
 BATCH_LIMITS: Final = TransferLimits(multipart_threshold_bytes=1 << 30)
-_PART: Final = re.compile(r"part-(\d{5,})\.jsonl")
+_PART: Final = re.compile(r"part-([0-9]{5,})\.jsonl")
 _READERS: Final = 16
 
 

@@ -18,7 +18,7 @@ RECORD: Final = "checkpoint.json"
 # What to do about a damaged one.
 TAKE_OLDER: Final = "Resume from an older one: move this folder away, then the newest of the others is taken."
 
-_FINISHED: Final = re.compile(r"step-(\d{8,})")
+_FINISHED: Final = re.compile(r"step-([0-9]{8,})")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _MAX_STEP: Final = 2**53  # what JSON readers hold exactly; TensorBoard ends at 2**63
 _SECTIONS: Final = {

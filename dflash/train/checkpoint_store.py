@@ -24,7 +24,7 @@ from dflash.storage import Store
 from dflash.train.checkpoint_record import OPTIMIZER, RECORD, WEIGHTS, read_record
 from dflash.train.curves import METRICS, metrics_until
 
-_STEP = re.compile(r"step-(\d{8,})/checkpoint\.json")
+_STEP = re.compile(r"step-([0-9]{8,})/checkpoint\.json")
 _BY_CONTENT = re.compile(r"/[0-9a-f]{64}\.[^/]+$")
 
 
@@ -93,7 +93,7 @@ class CheckpointStore:
     def fetch_metrics(self, step: int, run_dir: Path) -> None:
         """Download the metrics up to a step, where there are any."""
         for info in self.store.list(_folder(step)):
-            if info.key.endswith(METRICS):
+            if info.key.endswith(f".{METRICS}") and _BY_CONTENT.search(info.key):
                 run_dir.mkdir(parents=True, exist_ok=True)
                 sha256 = info.key.rpartition("/")[2].partition(".")[0]
                 self.store.download(info.key, run_dir / METRICS, sha256=sha256)

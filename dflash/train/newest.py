@@ -9,7 +9,7 @@ from dflash.errors import UsageError
 from dflash.storage import S3Credentials, open_store
 from dflash.train.checkpoint_record import RECORD, parse_record
 
-_STEP: Final = re.compile(r"(?:.*/)?step-(\d{8,})/" + re.escape(RECORD))
+_STEP: Final = re.compile(r"(?:.*/)?step-([0-9]{8,})/" + re.escape(RECORD))
 _MAX_BYTES: Final = 256 << 20
 
 

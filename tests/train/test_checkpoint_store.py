@@ -12,6 +12,7 @@ from dflash.train.checkpoint import CheckpointFolder, Snapshot, load
 from dflash.train.checkpoint_record import RECORD, WEIGHTS, record_digest
 from dflash.train.checkpoint_store import CheckpointStore
 from dflash.train.curves import METRICS, read_metrics
+from dflash.train.newest import newest_checkpoint
 from tests.storage.faults import FaultPlan, FaultStore
 
 
@@ -98,3 +99,19 @@ def test_a_checkpoint_with_a_missing_or_altered_part_is_refused(tmp_path: Path) 
     with pytest.raises(IntegrityError, match=f"isn't whole.*remove its {RECORD}"):
         mirror.fetch(5, tmp_path / "back")
     assert not list((tmp_path / "back").glob("step-*"))
+
+
+def test_what_only_looks_like_a_part_of_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    mirror = CheckpointStore(LocalStore(str(tmp_path / "there")), keep=3)
+    path = save(tmp_path / "run", 5)
+    mirror.upload(path)
+    other_digits = "step-" + "\N{ARABIC-INDIC DIGIT NINE}" * 8
+    mirror.store.put_if_absent(f"{other_digits}/{RECORD}", b"{}")
+    mirror.store.put_if_absent(f"step-00000005/notes.{METRICS}", b"{}")
+    (path.parent / other_digits).mkdir()
+    assert mirror.steps() == [5]
+    assert CheckpointFolder(path.parent).latest() == path
+    newest = newest_checkpoint(mirror.store.uri, {info.key for info in mirror.store.list()})
+    assert newest == f"{mirror.store.uri}/step-00000005"
+    mirror.fetch_metrics(5, tmp_path / "back")
+    assert [row["step"] for row in read_metrics(tmp_path / "back")] == list(range(1, 6))
