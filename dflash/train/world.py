@@ -82,10 +82,10 @@ class World:
         """Return rank 0's value on all ranks, such as its clock."""
         if self.size == 1:
             return value
-        box = [value]
+        box = torch.tensor(value, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         with losing_a_rank():
-            dist.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]
+            dist.broadcast(box, src=0, group=self.group)
+        return float(box)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
