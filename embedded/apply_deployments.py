@@ -54,6 +54,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if "DFLASH_PROJECT" not in os.environ:
         raise UsageError("DFLASH_PROJECT is not set: expected the folder in which flow runs work, on the workers")
+    if args.bucket and not os.environ.get("AWS_ACCESS_KEY_ID"):
+        raise UsageError("--bucket needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; found no AWS_ACCESS_KEY_ID")
     read_entrypoints(args.deployments)
     create_pools(args.deployments.parent / "pools", args.pools)
     save_automations(args.pools)
@@ -87,14 +89,12 @@ def save_store(bucket: str) -> None:
     """Make the bucket, and the blocks of its credentials and of the results that runs return to each other.
 
     Raises:
-        UsageError: the AWS variables aren't set.
+        UsageError: the AWS variables can't be used.
         ServiceError: the store refused.
     """
     from tasks.settings import s3_credentials
 
     credentials = s3_credentials()
-    if credentials.access_key_id is None:
-        raise UsageError("--bucket needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; found no AWS_ACCESS_KEY_ID")
     block = save_s3_block(credentials)
     client: Any = block.get_boto3_session().client("s3", endpoint_url=credentials.endpoint_url)
     try:

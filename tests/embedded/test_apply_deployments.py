@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import boto3
 import pytest
 
+from dflash.errors import UsageError
 from embedded.stack_set_up import POOLS, RESULTS_BLOCK, S3_BLOCK, read_entrypoints
 from tests.flows.server import Server
 
@@ -69,7 +70,17 @@ def test_a_server_gets_everything_and_again_changes_nothing(stack: StackConnecti
             assert made["base_job_template"] == template
 
 
-def test_a_folder_for_runs_and_keys_for_a_bucket_are_asked_for() -> None:
+def test_a_folder_for_runs_is_asked_for() -> None:
     missing = apply()
     assert missing.returncode == 1
     assert "DFLASH_PROJECT is not set" in missing.stderr
+
+
+def test_keys_for_a_bucket_are_asked_for_before_anything_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    from embedded import apply_deployments
+
+    monkeypatch.setenv("DFLASH_PROJECT", "/var/lib/dflash")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    monkeypatch.setattr(apply_deployments, "create_pools", lambda *_: pytest.fail("pools were made"))
+    with pytest.raises(UsageError, match="--bucket needs AWS_ACCESS_KEY_ID"):
+        apply_deployments.main(["--bucket", "new"])
