@@ -12,8 +12,9 @@ from dflash.train.host_memory import host_memory
 from dflash.train.memory import ALLOCATOR_BYTES, MemoryPlan, TargetShape, plan_memory, seen_by_device
 from dflash.train.memory_watch import MemoryWatch
 from dflash.train.preflight import Prepared
-from dflash.train.savings import check_host_memory, check_plan
+from dflash.train.savings import check_host_holds, check_host_memory, check_plan
 from dflash.train.seats import Seat
+from dflash.train.topology import TopologyConfig
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ def check_device(ready: Prepared, shape: TargetShape, device: torch.device, seat
     config, outside = seen_by_device(ready.config, on_gpu=on_gpu), _outside_bytes(device)
     if on_gpu:
         check_host_memory(ready.config.replay.max_bytes, host.available_bytes)
+    if _passes_through_host(ready.config.topology, seat):
+        check_host_holds(shape.num_parameters * shape.bytes_per_value, host.available_bytes)
 
     def plan(changed: TrainConfig) -> MemoryPlan:
         size, taken = seat.trainers.size, outside + (ALLOCATOR_BYTES if on_gpu else _CPU_ENVIRONMENT_BYTES)
@@ -63,6 +66,11 @@ def target_shape(text_config: Any, dtype: torch.dtype, *, trust_remote_code: boo
         intermediate_size=int(getattr(text_config, "intermediate_size", None) or 4 * text_config.hidden_size),
         bytes_per_value=dtype.itemsize,
     )
+
+
+def _passes_through_host(topology: TopologyConfig, seat: Seat) -> bool:
+    """Whether this rank loads the whole target into the machine's memory, to keep a part of it."""
+    return topology.mode == "server" or (topology.shard_target and seat.role == "target")
 
 
 def _outside_bytes(device: torch.device) -> int:

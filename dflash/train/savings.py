@@ -98,6 +98,20 @@ def check_host_memory(replay_bytes: int, available_bytes: int) -> None:
         )
 
 
+def check_host_holds(target_bytes: int, available_bytes: int) -> None:
+    """Check the machine's memory where a target passes through it whole: to be spread over devices, or for its ends.
+
+    Raises:
+        MemoryPlanError: less is free than the target has.
+    """
+    if target_bytes > available_bytes:
+        raise MemoryPlanError(
+            f"The target has {_gb(target_bytes)} and is loaded into this machine's memory, by one rank at a time, of "
+            f"which {_gb(available_bytes)} is free. Free {_gb(target_bytes - available_bytes)} or more, or take a "
+            "machine (a pod, a container) with more memory."
+        )
+
+
 def suggest(
     config: TrainConfig, plan: Callable[[TrainConfig], MemoryPlan], device_bytes: int, world_size: int
 ) -> list[Suggestion]:
