@@ -232,7 +232,7 @@ class PointerRecord(Contract):
 
     format_version: Literal[1] = 1
     manifest: str
-    manifest_sha256: Sha256
+    manifest_sha256: Sha256 | Literal[""]  # empty while a saved dataset is adopted in place, never stored so
     version: int
     history: tuple[PointerMove, ...]
 
