@@ -57,7 +57,19 @@ cpu | gpu)
   run python "$here/docker/check_flows.py" "$here/deployments/prefect.yaml" "$pool"
   if [ "$image" = cpu ]; then
     say "no torch"
-    ! run python -c "import torch" 2>/dev/null
+    if run python -c "import torch" 2>/dev/null; then
+      echo "the image for CPUs has torch: expected none; look at the extras of its Dockerfile" >&2
+      exit 1
+    fi
+  else
+    say "torch"
+    found=$(run python -c "import torch; print(torch.version.cuda)")
+    cuda=$(sed -n 's/^ARG CUDA_VERSION=//p' "$file")
+    if [ "$found" = None ]; then
+      say "the index has torch for CPUs alone: CUDA $cuda isn't looked for"
+      cuda=None
+    fi
+    run python "$here/docker/check_torch.py" "$(sed -n 's/^ARG TORCH_VERSION=//p' "$file")" "$cuda"
   fi
   ;;
 *)

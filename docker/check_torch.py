@@ -10,7 +10,7 @@ import torch
 def main(arguments: list[str]) -> None:
     """Compare the installed pair with the wanted one."""
     wanted = tuple(arguments)
-    found = (torch.__version__.partition("+")[0], torch.version.cuda)
+    found = (torch.__version__.partition("+")[0], str(torch.version.cuda))
     if found != wanted:
         sys.exit(
             f"expected torch {wanted[0]} with CUDA {wanted[1]}, found torch {found[0]} with CUDA {found[1]}: change "
