@@ -31,6 +31,7 @@ START_TIMEOUT_S: Final = 60.0
 _DEBIAN = Path("/usr/lib/postgresql")
 _PROGRAMS = ("initdb", "pg_isready", "postgres")
 _SOCKET_NAME = ".s.PGSQL.5432"
+_NO_PROCESS = 2**31 - 1  # more than Linux gives out
 _LONGEST_SOCKET_BYTES = 107  # sun_path of unix(7), less its closing zero
 
 
@@ -56,7 +57,7 @@ class PostgresCluster:
 
     def process(self) -> ProcessIdentity | None:
         """The running server of this very cluster, known by the lock file that it keeps."""
-        pid = self._locked_by()
+        pid = _first_line(self._lock)
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
@@ -102,10 +103,28 @@ class PostgresCluster:
     def _data(self) -> Path:
         return self.directory / "data"
 
+    @property
+    def _lock(self) -> Path:
+        """Names the server's process, and outlives a killed one."""
+        return self._data / "postmaster.pid"
+
     def _version(self) -> str | None:
-        """Major version of the cluster, None where there is none."""
+        """Major version of the cluster, None where there is none.
+
+        Raises:
+            ServiceError: there is one that lacks its version, or names none.
+        """
         path = self._data / "PG_VERSION"
-        return path.read_text().strip() if path.exists() else None
+        if not self._data.exists():
+            return None
+        version = path.read_text(errors="replace").strip() if path.is_file() else "nothing"
+        if not version.isdecimal():
+            raise ServiceError(
+                f"{self._data} is damaged: expected a number in PG_VERSION, found {version[:20]!r}. Put the folder "
+                "back from a copy, or move it away and run `dflash up --postgres` again: the history of runs is then a "
+                "new one, and datasets are not touched."
+            )
+        return version
 
     def _make_private_folder(self) -> None:
         self.directory.mkdir(mode=0o700, exist_ok=True)
@@ -132,19 +151,23 @@ class PostgresCluster:
         (part / "pg_ident.conf").write_text("".join(lines))
         part.rename(self._data)
 
-    def _locked_by(self) -> int | None:
-        """Process id in the lock file, which outlives a killed server."""
-        try:
-            pid = int((self._data / "postmaster.pid").read_text().split("\n", 1)[0])
-        except (OSError, ValueError):
-            return None
-        return pid if pid > 0 else None
+    def _disown(self, lock: Path) -> None:
+        """Let a lock file of a killed server name no process, if its id is another program's since a reboot.
+
+        PostgreSQL would wait for that one to end. The other lines stay: by them it sees whether children of the killed
+        server still use the data.
+        """
+        pid = _first_line(lock)
+        if pid is not None and _name_of(pid) not in {None, "postgres", "postmaster"}:
+            lock.write_text(f"{_NO_PROCESS}\n{lock.read_text().partition(chr(10))[2]}")
 
     def _launch(self) -> ProcessIdentity:
-        killed = self._locked_by()
+        killed = _first_line(self._lock)
         if killed is not None:
             with contextlib.suppress(ChildProcessError):  # not ours: whoever started it collects it
                 os.waitpid(killed, os.WNOHANG)  # else the new server takes it for a living one
+        for lock in (self._lock, self.directory / f"{_SOCKET_NAME}.lock"):
+            self._disown(lock)
         user = _server_user()
         settings = {
             "listen_addresses": "",
@@ -262,6 +285,23 @@ def _server_user() -> pwd.struct_passwd | None:
             f"PostgreSQL never runs as root, and this machine has no user {SYSTEM_USER} to run it as: run `dflash up` "
             f"as another user, or add one with `useradd --system {SYSTEM_USER}`"
         ) from error
+
+
+def _first_line(lock: Path) -> int | None:
+    """Process id in a lock file."""
+    try:
+        pid = int(lock.read_text().split("\n", 1)[0])
+    except (OSError, ValueError):
+        return None
+    return pid if pid > 0 else None
+
+
+def _name_of(pid: int) -> str | None:
+    """What a process calls its program, None where there is none."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return None
 
 
 def _environment() -> dict[str, str]:

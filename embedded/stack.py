@@ -16,6 +16,7 @@ from typing import Literal
 
 from dflash.errors import ServiceError, UsageError
 from dflash.storage import S3Credentials
+from dflash.storage.files import os_errors_as_storage_errors
 from embedded.marked import find_marked, stop_all
 from embedded.prefect_server import temporary_prefect_server
 from embedded.prefect_settings import activate_settings, check_path
@@ -94,9 +95,16 @@ def up(
     Raises:
         UsageError: the folder's path or the deployments file can't be used, or the server runs on the other database.
         ServiceError: a part did not start; the message has the end of its log.
+        StorageError: the folder can't be written, or the disk is full.
     """
     folder = StackFolder(project)
     check_path(folder.path)
+    with os_errors_as_storage_errors(str(folder.path)):
+        _start(folder, say, deployments, database)
+    return status(project)
+
+
+def _start(folder: StackFolder, say: Say, deployments: Path, database: Literal["sqlite", "postgres"] | None) -> None:
     folder.create()
     with folder.locked(), ThreadPoolExecutor(1) as executor:
         state = _choose_database(folder.read() or StackState(prefect_port=find_free_ports(1)[0]), database)
@@ -125,7 +133,6 @@ def up(
             say(f"deployments     {', '.join(sorted(read_entrypoints(deployments)))}")
         wait_for_workers(folder, state)
         say(f"workers         {', '.join(WORKERS)}")
-    return status(project)
 
 
 def down(project: Path, say: Say) -> None:
@@ -133,13 +140,13 @@ def down(project: Path, say: Say) -> None:
 
     Raises:
         ServiceError: the lock is held by another `up` or `down`.
+        StorageError: the folder can't be written; all processes have ended then.
     """
     folder = StackFolder(project)
     if not folder.path.is_dir():
         say(f"no stack was started in {folder.project}")
         return
-    folder.create()
-    with folder.locked():
+    with os_errors_as_storage_errors(str(folder.path)), folder.locked():
         state = _read_or_none(folder)
         server = state.running(SERVER) if state else None
         # Workers and their flow runs first, while the server can still record how the runs ended.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import signal
@@ -78,6 +79,38 @@ def test_a_killed_server_is_started_again_with_its_rows(cluster: PostgresCluster
     cluster.start()
     assert cluster.process() not in {None, killed}
     assert query(cluster, "select one from kept").stdout == "1\n"
+
+
+def test_a_killed_servers_id_may_be_another_programs_by_now(cluster: PostgresCluster) -> None:
+    killed = cluster.process()
+    assert killed is not None
+    family = psutil.Process(killed.pid).children(recursive=True)
+    os.kill(killed.pid, signal.SIGKILL)
+    psutil.wait_procs(family, timeout=30)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(killed.pid, 0)
+    user = postgres.SYSTEM_USER if os.geteuid() == 0 else None
+    with subprocess.Popen(["sleep", "60"], user=user) as other:
+        try:
+            for lock in (cluster.directory / "data" / "postmaster.pid", cluster.directory / ".s.PGSQL.5432.lock"):
+                lock.write_text(f"{other.pid}\n" + lock.read_text().partition("\n")[2])
+            cluster.start()
+            assert other.poll() is None
+        finally:
+            other.kill()
+    assert query(cluster, "select 1").stdout == "1\n"
+
+
+@pytest.mark.parametrize("version", [None, "", "half", "\udcff"])
+def test_a_damaged_cluster_is_named_and_kept(tmp_path: Path, version: str | None) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "base").write_text("rows")
+    if version is not None:
+        (data / "PG_VERSION").write_bytes(version.encode(errors="surrogateescape"))
+    with pytest.raises(ServiceError, match="data is damaged: expected a number in PG_VERSION"):
+        PostgresCluster(tmp_path).start()
+    assert (data / "base").read_text() == "rows"
 
 
 def test_an_initialisation_that_was_killed_is_begun_anew(cluster: PostgresCluster) -> None:

@@ -104,6 +104,7 @@ def test_a_damaged_state_is_named_and_its_secret_is_not(tmp_path: Path, content:
         start_seaweedfs(tmp_path)
     assert "hid" not in str(refused.value)
     assert refused.value.__suppress_context__
+    assert not stop_seaweedfs(tmp_path)  # `dflash down` still ends the other parts
 
 
 def test_a_server_that_never_answers_is_an_error_with_its_log(tmp_path: Path) -> None:

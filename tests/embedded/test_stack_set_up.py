@@ -14,9 +14,10 @@ import pytest
 import yaml
 from prefect import Flow
 
-from dflash.errors import ServiceError, UsageError
+from dflash.errors import ServiceError, StorageError, UsageError
 from embedded import stack_set_up
 from embedded.processes import start_process, stop_process
+from embedded.stack import up
 from embedded.stack_set_up import PARAMETER_MODELS, SetUp, read_entrypoints
 
 DEPLOYMENTS = Path(__file__).resolve().parents[2] / "deployments" / "prefect.yaml"
@@ -105,3 +106,9 @@ def test_a_set_up_that_hangs_is_not_waited_for(set_up: Callable[[str], SetUp], m
 def test_a_set_up_that_ends_early_is_told_with_its_last_words(set_up: Callable[[str], SetUp]) -> None:
     with pytest.raises(ServiceError, match=r"applying pools failed(.|\n)*no route"):
         set_up("raise SystemExit('no route')").wait_for("pools")
+
+
+def test_a_place_that_cannot_hold_a_stack_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".dflash").write_text("a file")
+    with pytest.raises(StorageError, match=r"\.dflash: the file system failed: .*Not a directory"):
+        up(tmp_path, str)
