@@ -26,7 +26,7 @@ def _job(folder: Path, name: str, records: int = 40, content: str = "4 is the an
     record = {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": content}]}
     path.write_text((json.dumps(record) + "\n") * records)
     entry = LocalInput(path.name, path, path.stat().st_size, None, file_sha256(path))
-    return ShardJob(name * 8, (entry,), TokenizeOptions(), folder / "spool", "huggingface")
+    return ShardJob(name * 32, (entry,), TokenizeOptions(), folder / "spool", "huggingface")
 
 
 @pytest.fixture(scope="module")
