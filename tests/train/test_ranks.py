@@ -28,7 +28,13 @@ def newest(run_dir: Path) -> Snapshot:
 
 
 @pytest.mark.parametrize(
-    ("sharding", "packs"), [("replicate", "whole"), ("replicate", "warm"), ("fsdp", "whole"), ("fsdp", "halved")]
+    ("sharding", "packs"),
+    [
+        ("replicate", "whole"),
+        pytest.param("replicate", "warm", marks=pytest.mark.slow),
+        ("fsdp", "whole"),
+        pytest.param("fsdp", "halved", marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_equal_one(
     tmp_path: Path, target: Any, make_drafter: Callable[[], Drafter], source: LocalShards, sharding: str, packs: str
