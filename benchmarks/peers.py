@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.measure import interleave
 from dflash.data.completions import Completion, read_completions
+from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
 
 PEERS = Path(__file__).resolve().parents[1] / ".dflash" / "peers" / "tokenizing"
 PACKAGES = ("datatrove==0.10.1", "specforge==0.2.0", "fasteners", "humanize", "loguru")
@@ -70,9 +71,10 @@ def measure_peers(folder: Path, tokenizer: Path, num_records: int, repetitions: 
         repetitions: of which medians are taken.
     """
     os.environ.update(RAYON_NUM_THREADS="1", FASTOKENS_BPE_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    target = load_tokenizer(tokenizer)
     part = _part(folder, "part", num_records)
-    texts = _rendered(part, tokenizer)
-    encoder, more = EncoderAlone(part, tokenizer), EncoderAlone(_part(folder, "more", 10 * num_records), tokenizer)
+    encoder, more = EncoderAlone(part, target), EncoderAlone(_part(folder, "more", 10 * num_records), target)
+    texts = encoder.texts
     candidates: dict[str, Callable[[], object]] = {
         "datasets.map": lambda: datasets_map(part, tokenizer, folder / "peer"),
         "transformers loop, assistant mask": lambda: assistant_mask(part, tokenizer),
@@ -165,30 +167,21 @@ def datatrove_step(texts: list[str], tokenizer: Path, folder: Path) -> None:
 class EncoderAlone:
     """Our encoder over all rendered texts, loaded and proven before the clock starts."""
 
-    def __init__(self, batch: Path, tokenizer: Path) -> None:
-        from dflash.data.tokenizer import load_tokenizer
-
-        self._texts = _rendered(batch, tokenizer)
-        self.choice = load_tokenizer(tokenizer).encoder_for(self._texts[:10])
-        ids, _ = self.choice.encoder.encode_batch_flat(self._texts, allow_special=True)
+    def __init__(self, batch: Path, target: TargetTokenizer) -> None:
+        records = [entry for path in sorted(batch.glob("*.jsonl")) for entry in read_completions(path, file=path.name)]
+        self.texts = [
+            target.template.render(entry.messages, entry.tools, entry.chat_template_kwargs, add_generation_prompt=False)
+            for entry in records
+            if isinstance(entry, Completion)
+        ]
+        self.choice = target.encoder_for(self.texts[:10])
+        ids, _ = self.choice.encoder.encode_batch_flat(self.texts, allow_special=True)
         self.num_tokens = len(ids)
-        self.num_samples = len(self._texts)
+        self.num_samples = len(self.texts)
 
     def __call__(self) -> None:
         """Encode everything once."""
-        self.choice.encoder.encode_batch_flat(self._texts, allow_special=True)
-
-
-def _rendered(batch: Path, tokenizer: Path) -> list[str]:
-    from dflash.data.tokenizer import load_tokenizer
-
-    template = load_tokenizer(tokenizer).template
-    records = [entry for path in sorted(batch.glob("*.jsonl")) for entry in read_completions(path, file=path.name)]
-    return [
-        template.render(entry.messages, entry.tools, entry.chat_template_kwargs, add_generation_prompt=False)
-        for entry in records
-        if isinstance(entry, Completion)
-    ]
+        self.choice.encoder.encode_batch_flat(self.texts, allow_special=True)
 
 
 def _lines(batch: Path) -> list[str]:

@@ -23,6 +23,7 @@ from benchmarks.measure import Cost, interleave, print_table  # noqa: E402
 from benchmarks.peers import EncoderAlone, datasets_map  # noqa: E402
 from dflash.config import GateThresholds, TokenizeRun  # noqa: E402
 from dflash.data.tokenize_run import tokenize_dataset  # noqa: E402
+from dflash.data.tokenizer import load_tokenizer  # noqa: E402
 from dflash.data.workspace import Workspace  # noqa: E402
 
 
@@ -69,7 +70,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, batch = Path(name), Path(name) / "batch"
         write_batch(batch, 4, arguments.records // 4, arguments.tokens)
-        encoder = EncoderAlone(batch, arguments.tokenizer)
+        encoder = EncoderAlone(batch, load_tokenizer(arguments.tokenizer))
         costs = interleave(
             {
                 "ours": lambda: ours(batch, arguments.tokenizer, folder / "ours"),

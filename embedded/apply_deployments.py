@@ -114,24 +114,19 @@ def save_automations(kind: str = "process") -> None:
     heartbeat, where a run would stay Pending for ever.
     """
     silent_s, start_s = 3 * HEARTBEAT_S, START_S[kind]
-    started = {f"prefect.flow-run.{name}" for name in _HEARD}
-    watches = {
-        ZOMBIE_AUTOMATION: _silence(
-            {"prefect.flow-run.heartbeat", "prefect.flow-run.Pending"}, {"prefect.flow-run.*"}, silent_s
-        ),
-        LOST_AUTOMATION: _silence({"prefect.flow-run.Submitting"}, started, start_s),
-    }
-    messages = {
-        ZOMBIE_AUTOMATION: f"no heartbeat for {silent_s} s",
-        LOST_AUTOMATION: f"no heartbeat within {start_s} s of its submission",
-    }
+    any_event, alive = "prefect.flow-run.*", {"prefect.flow-run.heartbeat", "prefect.flow-run.Pending"}
+    submitted, heard = {"prefect.flow-run.Submitting"}, {f"prefect.flow-run.{name}" for name in _HEARD}
+    watches = (
+        (ZOMBIE_AUTOMATION, _silence(alive, {any_event}, silent_s), f"no heartbeat for {silent_s} s"),
+        (LOST_AUTOMATION, _silence(submitted, heard, start_s), f"no heartbeat within {start_s} s of its submission"),
+    )
     with get_client(sync_client=True) as client:
-        for name, trigger in watches.items():
+        for name, trigger, message in watches:
             automation = AutomationCore(
                 name=name,
                 description="Marks a flow run Crashed when its process is gone and no worker noticed.",
                 trigger=trigger,
-                actions=[ChangeFlowRunState(state=StateType.CRASHED, message=messages[name])],
+                actions=[ChangeFlowRunState(state=StateType.CRASHED, message=message)],
             )
             found = client.read_automations_by_name(name)
             if not found:

@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """Digest of a canonical tokenizer.json, and whether a backend written down is that file."""
+    """What is kept of a tokenizer.json: the hash of its canonical form, and the digest of it without formatting."""
 
-    digest: hashlib._Hash
-    are_the_backends: bool
+    canonical: hashlib._Hash
+    plain: bytes
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class TargetTokenizer:
             (number, token.content, token.special, token.normalized, token.lstrip, token.rstrip, token.single_word)
             for number, token in sorted(self._added.items())
         ]
-        digest = self._rules.digest.copy()
+        digest = self._rules.canonical.copy()
         digest.update(msgspec.json.encode([added, sorted(self.special_tokens.items())]))
         return digest.hexdigest()
 
     @property
     def is_its_definition(self) -> bool:
         """Whether the backend, written down, is its tokenizer.json to the letter; white space aside."""
-        return self._rules.are_the_backends
+        return self._rules.plain == hashlib.sha256(self._written.encode()).digest()
 
     @property
     def template_fingerprint(self) -> str:
@@ -159,10 +159,9 @@ class TargetTokenizer:
     @cached_property
     def _rules(self) -> _Rules:
         """Read once, since decoding and encoding the whole vocabulary takes most of a second."""
-        written = self._written.encode()
-        rules = msgspec.json.decode(written if self.definition is None else self.definition.read_bytes())
-        are_the_backends = msgspec.json.encode(rules) == written
-        return _Rules(hashlib.sha256(_canonical_json(rules)), are_the_backends)
+        rules = msgspec.json.decode(self._written if self.definition is None else self.definition.read_bytes())
+        plain = hashlib.sha256(msgspec.json.encode(rules)).digest()  # before what doesn't decide the ids goes
+        return _Rules(hashlib.sha256(_canonical_json(rules)), plain)
 
     @cached_property
     def _added(self) -> dict[int, Any]:

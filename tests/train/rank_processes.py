@@ -59,16 +59,21 @@ class Ranks:
             process.start()
             self.processes.append(process)
 
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Send a rank a signal."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
     def wait(self, seconds: float = 120) -> list[int | None]:
         """Wait for all of them and return their exit codes; one that hangs says where."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.1, deadline - time.monotonic()))
-        hung = [process for process in self.processes if process.is_alive()]
-        for process in hung:
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGABRT)
-            process.join(20)
+        hung = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
+        for rank in hung:
+            self.signal(rank, signal.SIGABRT)
+            self.processes[rank].join(20)
         assert not hung, self.log()
         return [process.exitcode for process in self.processes]
 

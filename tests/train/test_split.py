@@ -124,9 +124,7 @@ def test_when_a_rank_is_killed_all_others_end_and_say_so(
     run = tiny_run(dataset, target, str(tmp_path / "split"), topology=TWO_TO_ONE, **LONG)
     ranks = Ranks(tmp_path / "ranks", run, 3)
     wait_for_steps(tmp_path / "split", ranks)
-    pid = ranks.processes[victim].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    ranks.signal(victim, signal.SIGKILL)
     codes = ranks.wait(60)
     # A target rank whose drafter rank says why it fails has nothing to add.
     assert codes[victim] == -signal.SIGKILL
@@ -150,9 +148,7 @@ def test_a_rank_that_dies_inside_a_pass_of_sharded_weights_is_named(
 ) -> None:
     ranks = Ranks(tmp_path / "ranks", tiny_run(dataset, target, str(tmp_path / "split"), **changed, **LONG), 3)
     wait_for_steps(tmp_path / "split", ranks)
-    pid = ranks.processes[victim].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    ranks.signal(victim, signal.SIGKILL)
     codes = ranks.wait(90)
     assert codes[victim] == -signal.SIGKILL
     assert codes[0] == 1
@@ -167,8 +163,7 @@ def test_a_rank_that_hangs_is_not_waited_for_forever(tmp_path: Path, dataset: st
     ranks = Ranks(tmp_path / "ranks", tiny_run(dataset, target, str(tmp_path / "split"), topology=topology, **LONG), 3)
     wait_for_steps(tmp_path / "split", ranks)
     hung = ranks.processes[victim]
-    assert hung.pid is not None
-    os.kill(hung.pid, signal.SIGSTOP)
+    ranks.signal(victim, signal.SIGSTOP)
     try:
         for process in ranks.processes:
             if process is not hung:
