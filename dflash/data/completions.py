@@ -152,6 +152,8 @@ def _finish_reason(record: dict[str, Any]) -> FinishReason | None:
     given = _text(record, "finish_reason")
     if given is None:
         return None
+    if given in FINISH_REASONS:
+        return FINISH_REASONS[given]
     spelling = given.casefold()
     if spelling in ABORTED:
         raise RecordError(
@@ -165,8 +167,8 @@ def _finish_reason(record: dict[str, Any]) -> FinishReason | None:
 
 
 def _check_not_empty(response: dict[str, Any]) -> None:
-    text = f"{response['content'] or ''}{response.get('reasoning_content', '')}"
-    if not text.strip() and "tool_calls" not in response:
+    texts = (response["content"], response.get("reasoning_content"))
+    if not any([text and not text.isspace() for text in texts]) and "tool_calls" not in response:  # noqa: C419
         raise RecordError(
             Reason.EMPTY_RESPONSE,
             "expected text, a trace, tool calls or sampled ids in the last message, found none. Was the text stored in "

@@ -149,7 +149,7 @@ class FastokensEncoder:
         """As `encode_batch_flat`, without asking the reference."""
         with rust_panics_as_errors("fastokens"):
             ids, offsets = self._fast.encode_batch_flat(list(texts), False, not allow_special)
-        return np.frombuffer(ids, "<u4").astype(np.int32), np.frombuffer(offsets, "<u8").astype(np.int64)
+        return np.frombuffer(ids, "<i4").astype(np.int32, copy=False), np.frombuffer(offsets, "<u8").astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
+import msgspec
 import zstandard
 
 from dflash.data.records import Reason
@@ -40,8 +41,7 @@ class ReadLimits:
     max_decompressed_bytes: int = 64 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(msgspec.Struct, frozen=True):
     """One line, or the place where the file breaks off.
 
     Attributes:
@@ -96,8 +96,12 @@ class _Splitter:
     def feed(self, chunk: bytes) -> Iterator[Line]:
         *whole, rest = chunk.split(b"\n")
         for piece in whole:
-            self._append(piece)
-            yield self._take("newline")
+            if self._start == self.end_offset and len(piece) <= self._max_record_bytes:  # a line in one piece
+                self.end_offset += len(piece)
+                yield Line(self.number, self._start, piece, "newline")
+            else:
+                self._append(piece)
+                yield self._take("newline")
             self.end_offset += 1
             self.number += 1
             self._start = self.end_offset

@@ -25,6 +25,7 @@ ROLE_ALIASES = {
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 TEXT_PART_TYPES = ("text", "input_text", "output_text")
 OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
+_PLAIN_FIELDS = frozenset({"role", "content", "reasoning_content"})
 
 
 def normalise_message(message: Any, index: int, *, thinking_off: bool) -> dict[str, Any]:
@@ -40,6 +41,9 @@ def normalise_message(message: Any, index: int, *, thinking_off: bool) -> dict[s
         RecordError: bad_field, unknown_role, non_text_part, conflicting_reasoning, tool_arguments_not_json,
             tool_arguments_not_object, duplicate_key or invalid_unicode.
     """
+    plain = _plain(message)
+    if plain is not None:
+        return plain
     where = f"messages[{index}]"
     if not isinstance(message, dict):
         raise bad_field(where, "an object with role and content", message)
@@ -57,6 +61,23 @@ def normalise_message(message: Any, index: int, *, thinking_off: bool) -> dict[s
     elif "content" not in message and "value" not in message:
         raise bad_field(where, "the field content", list(message))
     return result
+
+
+def _plain(message: Any) -> dict[str, Any] | None:
+    """A message as most are: a known role and texts under their usual names, no thinking tags to part. Else None."""
+    if message.__class__ is not dict or not _PLAIN_FIELDS.issuperset(message):
+        return None
+    role, content = message.get("role"), message.get("content")
+    if role.__class__ is not str or role not in ROLES or content.__class__ is not str:
+        return None
+    if role != "assistant":
+        return {"role": role, "content": content}
+    if "<" in content and (CLOSE_TAG in content or OPEN_TAG in content):
+        return None
+    trace = message.get("reasoning_content")
+    if trace is None:
+        return {"role": role, "content": content}
+    return {"role": role, "content": content, "reasoning_content": trace} if trace.__class__ is str else None
 
 
 def _complete_assistant(result: dict[str, Any], message: dict[str, Any], where: str, *, thinking_off: bool) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from dflash.config import TokenizeOptions
 from dflash.data.chat import template_messages
 from dflash.data.records import Completion, Reason
 from dflash.data.rows import RowFlag
 from dflash.data.sampled import check_ids, check_sampled_text
+from dflash.data.scripts import SAMPLE_CHARACTERS
 from dflash.data.turns import Conversation, Turn
 from dflash.errors import RecordError
 
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
     from dflash.data.tokenizer import TargetTokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True):
     """A piece of a row.
 
     Attributes:
@@ -37,21 +38,20 @@ class Segment:
     continues: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class RowPlan:
+class RowPlan(msgspec.Struct, frozen=True):
     """A row before encoding.
 
     Attributes:
         segments: in order.
         flags: what is known without the ids.
-        response_text: trace and answer, for statistics.
+        response_head: trace and answer, as much as statistics look at, or more.
         verbatim: the last response as it reads if white space that the template trimmed was sampled; None where
             nothing was trimmed.
     """
 
     segments: tuple[Segment, ...]
     flags: RowFlag
-    response_text: str
+    response_head: str
     verbatim: Segment | None = None
 
 
@@ -87,7 +87,7 @@ def plan_row(completion: Completion, tokenizer: TargetTokenizer, options: Tokeni
     if message.get("reasoning_content") and not (_text(message.get("content")).strip() or message.get("tool_calls")):
         flags |= RowFlag.THINKING_ONLY
     _require_room(segments[0], tokenizer, options)
-    return RowPlan(segments, flags, _response_text(message), verbatim)
+    return RowPlan(segments, flags, _response_head(message), verbatim)
 
 
 def _conversation(completion: Completion, tokenizer: TargetTokenizer) -> Conversation:
@@ -191,8 +191,9 @@ def _verbatim(turn: Turn) -> Segment | None:
     return Segment(sampled, is_loss=True, allow_special=not turn.spells_control)
 
 
-def _response_text(message: Mapping[str, Any]) -> str:
-    return f"{message.get('reasoning_content') or ''}{_text(message.get('content'))}"
+def _response_head(message: Mapping[str, Any]) -> str:
+    trace: str = message.get("reasoning_content") or ""
+    return trace if len(trace) >= SAMPLE_CHARACTERS else trace + _text(message.get("content"))
 
 
 def _text(content: Any) -> str:

@@ -31,6 +31,7 @@ _NO_ASCII_LETTERS = bytes(set(range(256)) - set(string.ascii_letters.encode()))
 
 NO_SCRIPT = "none"
 SAMPLE_CHARACTERS = 4096
+_FEW = 512
 
 
 def dominant_script(text: str) -> str:
@@ -42,8 +43,9 @@ def dominant_script(text: str) -> str:
     if head.isascii():
         return "latin" if _ASCII_LETTER.search(head) else NO_SCRIPT
     plain = head.encode("ascii", "ignore")
-    if len(plain.translate(None, _NO_ASCII_LETTERS)) > len(head) - len(plain):  # no other script can have as many
-        return "latin"
+    for part in (plain[:_FEW], plain):  # mostly few letters decide
+        if len(part.translate(None, _NO_ASCII_LETTERS)) > len(head) - len(plain):  # no other script can have as many
+            return "latin"
     points = np.frombuffer(head.encode("utf-32-le", "surrogatepass"), "<u4")
     counts = np.bincount(_SCRIPT_OF[points], minlength=len(_NAMES))
     counts[_NAMES.index("")] = 0

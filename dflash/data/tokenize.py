@@ -266,7 +266,7 @@ def _join(rows: Sequence[_Row], ids: Ids) -> TokenizedRows:
         ),
         finish_reasons=[completion.finish_reason or "" for completion in completions],
         flags=np.array([row.flags for row in rows], np.uint16),
-        scripts=[dominant_script(row.plan.response_text) for row in rows],
+        scripts=[dominant_script(row.plan.response_head) for row in rows],
     )
 
 

@@ -13,6 +13,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
+import msgspec
+
 from dflash.data.control_tokens import ControlTokens
 from dflash.data.template_trace import CHECK_EVERY, Trace
 from dflash.data.traced_text import Piece, Step, join_pieces, run_steps
@@ -21,8 +23,7 @@ MAX_PROGRAMS: Final = 512
 TEXT_FIELDS: Final = ("reasoning_content", "content")
 
 
-@dataclass(frozen=True, slots=True)
-class TurnTexts:
+class TurnTexts(msgspec.Struct, frozen=True):
     """What a turn reads.
 
     Attributes:

@@ -6,10 +6,10 @@ the second adds to the first is the response. Role markers are never searched fo
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from dflash.data.chat import THINKING_FLAG, ChatTemplate, key_of
 from dflash.data.control_tokens import ControlTokens
@@ -23,8 +23,7 @@ _FIRST_CHARACTERS = 48
 _PRINTED_FIELDS = frozenset({"role", "content", "reasoning_content", "thinking"})
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """An assistant turn.
 
     Attributes:
@@ -50,8 +49,7 @@ class Turn:
         return self.response[: self.sampled_end]
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(msgspec.Struct, frozen=True):
     """A normalised conversation with what renders it.
 
     Attributes:
@@ -65,7 +63,7 @@ class Conversation:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Any] | None
     kwargs: Mapping[str, Any]
-    programs: TurnPrograms = dataclasses.field(default_factory=TurnPrograms)
+    programs: TurnPrograms = msgspec.field(default_factory=TurnPrograms)
 
     def prompt(self, index: int) -> str:
         """What the server prefilled before message `index` was sampled."""
@@ -110,8 +108,7 @@ class Conversation:
         return {**message, "reasoning_content": content, "thinking": content, "content": ""}
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
+class _Split(msgspec.Struct, frozen=True):
     """Prompt and response of a turn, and where control tokens of the template's are in the response.
 
     Attributes:
@@ -132,8 +129,7 @@ class _Split:
         return TurnTexts(self.prompt, self.response, self.terminator)
 
 
-@dataclass(frozen=True, slots=True)
-class _TurnRender:
+class _TurnRender(msgspec.Struct, frozen=True):
     """Renders of one turn, and of variants of its message behind the same prompt."""
 
     conversation: Conversation

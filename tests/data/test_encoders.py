@@ -176,7 +176,8 @@ class _Wrong(FastokensEncoder):
     text = "the text that it gets wrong"
 
     def encode_unchecked(self, texts: Sequence[str], *, allow_special: bool) -> tuple[Ids, Offsets]:
-        ids, offsets = super().encode_unchecked(texts, allow_special=allow_special)
+        read_only, offsets = super().encode_unchecked(texts, allow_special=allow_special)
+        ids = read_only.copy()
         if self.text in texts:
             ids[offsets[texts.index(self.text)]] += 1
         return ids, offsets
@@ -210,7 +211,8 @@ class _WrongBesideOthers(FastokensEncoder):
     """Gives a long text other ids in a batch than alone."""
 
     def encode_unchecked(self, texts: Sequence[str], *, allow_special: bool) -> tuple[Ids, Offsets]:
-        ids, offsets = super().encode_unchecked(texts, allow_special=allow_special)
+        read_only, offsets = super().encode_unchecked(texts, allow_special=allow_special)
+        ids = read_only.copy()
         ids[0] += len(texts) == 1
         return ids, offsets
 
@@ -219,7 +221,8 @@ class _WrongInLongTexts(FastokensEncoder):
     """Counts wrong in a text that is longer than what the reference is asked about."""
 
     def encode_unchecked(self, texts: Sequence[str], *, allow_special: bool) -> tuple[Ids, Offsets]:
-        ids, offsets = super().encode_unchecked(texts, allow_special=allow_special)
+        read_only, offsets = super().encode_unchecked(texts, allow_special=allow_special)
+        ids = read_only.copy()
         if len(texts) > 1:
             ids[-1] += 1
         return ids, offsets
