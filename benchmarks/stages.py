@@ -15,9 +15,11 @@ from benchmarks.measure import interleave
 from dflash.config import TokenizeOptions
 from dflash.data.completions import Completion, read_completions
 from dflash.data.row_plan import RowPlan, plan_row
+from dflash.data.shard_job import run_shard_job
 from dflash.data.shards import ShardWriter
+from dflash.data.spool import LocalInput, ShardJob
 from dflash.data.tokenize import tokenize_batch
-from dflash.data.tokenizer import load_tokenizer
+from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
 
 
 def measure_stages(batch: Path, tokenizer: Path, repetitions: int) -> list[dict[str, Any]]:
@@ -44,6 +46,8 @@ def measure_stages(batch: Path, tokenizer: Path, repetitions: int) -> list[dict[
             "write and hash: limit": lambda: (hashlib.sha256(ids).digest(), np.copy(ids)),
             "parse to rows": lambda: tokenize_batch(_completions(path), target, options, encoder),
             "parse to rows: limit": lambda: _unchecked(encoder, texts),
+            WHOLE_PATH: lambda: _make_shard(path, Path(name), target),
+            f"{WHOLE_PATH}: limit": lambda: _unchecked(encoder, texts),
         }
         costs = interleave({key: _repeat(one) for key, one in work.items()}, repetitions)
     table = []
@@ -62,6 +66,7 @@ def measure_stages(batch: Path, tokenizer: Path, repetitions: int) -> list[dict[
 
 
 REPEATS = 3
+WHOLE_PATH = "file to shard"
 
 
 def _repeat(work: Callable[[], object]) -> Callable[[], None]:
@@ -76,13 +81,20 @@ def _completions(path: Path) -> list[Completion]:
     return [entry for entry in read_completions(path, file="a") if isinstance(entry, Completion)]
 
 
-def _plans(completions: list[Completion], target: Any, options: TokenizeOptions) -> list[RowPlan]:
+def _plans(completions: list[Completion], target: TargetTokenizer, options: TokenizeOptions) -> list[RowPlan]:
     return [plan_row(entry, target, options) for entry in completions]
 
 
 def _unchecked(encoder: Any, texts: list[str]) -> object:
     encode = getattr(encoder, "encode_unchecked", encoder.encode_batch_flat)
     return encode(texts, allow_special=True)
+
+
+def _make_shard(path: Path, folder: Path, target: TargetTokenizer) -> None:
+    """What a process of the pool does, from the downloaded file to the finished shard in the spool."""
+    item = LocalInput(path.name, path, path.stat().st_size, None, "0" * 64, is_own=True)
+    with tempfile.TemporaryDirectory(dir=folder) as spool:
+        run_shard_job(ShardJob("0" * 64, (item,), TokenizeOptions(), Path(spool)), target)
 
 
 def _write(folder: Path, rows: Any) -> None:

@@ -111,7 +111,7 @@ def _complete(record: dict[str, Any], file: str, line: int, byte_offset: int) ->
     return Completion(
         id=_id(record),
         messages=messages,
-        tools=_tools(record),
+        tools=_tools(record) if "tools" in record else None,
         finish_reason=finish_reason,
         output_tokens=_count(record, "output_tokens"),
         chat_template_kwargs=kwargs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ class ControlTokens:
 
     ids: Mapping[str, int]
     _pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
-    _signs: list[str] = field(init=False, repr=False, compare=False)
+    _kinds: list[_Kind] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         longest_first = sorted((text for text in self.ids if text), key=len, reverse=True)
@@ -35,7 +35,7 @@ class ControlTokens:
         rests = "|".join(re.escape(text[len(shared) :]) for text in longest_first)
         pattern = re.compile(f"{re.escape(shared)}(?:{rests})" if longest_first else "(?!)")
         object.__setattr__(self, "_pattern", pattern)
-        object.__setattr__(self, "_signs", _signs(longest_first))
+        object.__setattr__(self, "_kinds", _kinds(longest_first))
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Start and end of each control token that `text` spells."""
@@ -70,13 +70,14 @@ class ControlTokens:
         return any(text.startswith(token[-size:]) for token in self.ids for size in range(1, len(token)))
 
     def _may_spell(self, text: str) -> bool:
-        # Finding a character is many times faster than the pattern, or than two characters in a row.
-        for signs in self._signs:
-            for sign in signs:
+        # Finding a character is many times faster than two characters in a row, or than the pattern.
+        for kind in self._kinds:
+            for sign in kind.signs:
                 if sign not in text:
                     break
             else:
-                return True
+                if kind.prefix in text:
+                    return True
         return False
 
     def masked(self, value: Any) -> Any:
@@ -100,10 +101,23 @@ class ControlTokens:
         return value
 
 
-def _signs(texts: list[str]) -> list[str]:
-    """Characters that a text must hold to spell one of `texts`, which isn't empty: all characters of one of these.
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What every token of those that begin alike has: characters that aren't letters or digits, and its beginning."""
 
-    Letters and digits, which any text holds, count only where a token has nothing else.
-    """
-    found = {frozenset(c for c in text if not c.isalnum()) or frozenset(text) for text in texts}
-    return sorted("".join(sorted(signs)) for signs in found if not any(other < signs for other in found))
+    signs: str
+    prefix: str
+
+
+def _kinds(texts: Iterable[str]) -> list[_Kind]:
+    """Kinds of tokens by their first two characters."""
+    alike: dict[str, list[str]] = {}
+    for text in texts:
+        alike.setdefault(text[:2], []).append(text)
+    shared = {_common_beginning(kind): frozenset.intersection(*map(frozenset, kind)) for kind in alike.values()}
+    return [_Kind("".join(c for c in sorted(signs) if not c.isalnum()), prefix) for prefix, signs in shared.items()]
+
+
+def _common_beginning(texts: Sequence[str]) -> str:
+    first, last = min(texts), max(texts)
+    return next((first[:at] for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), first)

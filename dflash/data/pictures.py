@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -45,7 +45,7 @@ def render_pictures(report: QualityReport) -> dict[str, bytes]:
         "ratio": (report.ratio, alarmed_ratio, "loss tokens / output_tokens"),
     }
     return {
-        name: _draw(distribution, alarmed, label)
+        name: _draw(distribution, tuple(alarmed), label)
         for name, (distribution, alarmed, label) in drawn.items()
         if distribution.num_rows
     }
@@ -55,7 +55,8 @@ def _pairs(distribution: Distribution) -> list[tuple[float, float]]:
     return list(itertools.pairwise(distribution.edges))
 
 
-def _draw(distribution: Distribution, alarmed: Sequence[bool], label: str) -> bytes:
+@functools.lru_cache(maxsize=8)  # a report is written twice, as a page and as an artifact
+def _draw(distribution: Distribution, alarmed: tuple[bool, ...], label: str) -> bytes:
     """Bars of equal width a bin, from the first that holds a row to the last, with an empty one at each side."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of import, for reports only
     from matplotlib.figure import Figure

@@ -42,10 +42,13 @@ def dominant_script(text: str) -> str:
     head = text[:SAMPLE_CHARACTERS]
     if head.isascii():
         return "latin" if _ASCII_LETTER.search(head) else NO_SCRIPT
+    written = head.encode("utf-8", "surrogatepass")
+    # No other script has more letters than characters that aren't ASCII, which take one to three bytes more.
+    if _num_ascii_letters(written[:_FEW]) > len(written) - len(head):  # mostly few letters decide
+        return "latin"
     plain = head.encode("ascii", "ignore")
-    for part in (plain[:_FEW], plain):  # mostly few letters decide
-        if len(part.translate(None, _NO_ASCII_LETTERS)) > len(head) - len(plain):  # no other script can have as many
-            return "latin"
+    if _num_ascii_letters(plain) > len(head) - len(plain):
+        return "latin"
     points = np.frombuffer(head.encode("utf-32-le", "surrogatepass"), "<u4")
     counts = np.bincount(_SCRIPT_OF[points], minlength=len(_NAMES))
     counts[_NAMES.index("")] = 0
@@ -53,3 +56,7 @@ def dominant_script(text: str) -> str:
     if counts[kana] * 10 >= counts[han] and counts[kana]:
         counts[kana] += counts[han]
     return _NAMES[int(counts.argmax())] if counts.any() else NO_SCRIPT
+
+
+def _num_ascii_letters(text: bytes) -> int:
+    return len(text.translate(None, _NO_ASCII_LETTERS))

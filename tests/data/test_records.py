@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash.data import messages
 from dflash.data.completions import Completion, Reason, normalise_record, read_completions
 from dflash.errors import RecordError
 
@@ -215,6 +216,32 @@ def test_content_parts() -> None:
         assert reason_of_response(content=[other]) == Reason.BAD_FIELD
 
 
+texts = st.one_of(
+    st.sampled_from(["", " ", "a", "<think>", "</think>b", "<think>\na\n</think>\n\nb", "<b>"]), st.text(max_size=4)
+)
+values = st.one_of(texts, st.none(), st.integers(), st.lists(texts, max_size=1))
+fields = st.fixed_dictionaries(
+    {"role": st.one_of(st.sampled_from(["user", "assistant", "system", "tool", "human", "x"]), values)},
+    optional={"content": values, "reasoning_content": values, "value": values, "name": values, "reasoning": values},
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.one_of(fields, values), st.booleans())
+def test_plain_messages_are_normalised_as_all_are(message: Any, thinking_off: bool) -> None:
+    def outcome() -> Any:
+        try:
+            return messages.normalise_message(copy.deepcopy(message), 0, thinking_off=thinking_off)
+        except RecordError as error:
+            return error.reason, error.message
+
+    found = outcome()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "_plain", lambda _: None)
+        expected = outcome()
+    assert (found, list(found)) == (expected, list(expected)), "equal, in the same order: templates may print fields"
+
+
 def test_the_last_message_must_be_a_response() -> None:
     assert reason({"messages": []})[0] == Reason.NO_ASSISTANT_RESPONSE
     code, message = reason({"messages": [{"role": "assistant", "content": "a"}, USER]})
@@ -222,7 +249,16 @@ def test_the_last_message_must_be_a_response() -> None:
     assert "role user" in message
 
 
-@pytest.mark.parametrize("response", [{}, {"content": None}, {"content": " \n"}, {"content": "", "reasoning": " "}])
+@pytest.mark.parametrize(
+    "response",
+    [
+        {},
+        {"content": None},
+        {"content": " \n"},
+        {"content": "", "reasoning": " "},
+        {"content": "\x1c\u2003\u3000", "reasoning_content": "\x85"},
+    ],
+)
 def test_an_empty_response(response: dict[str, Any]) -> None:
     assert reason_of_response(**response) == Reason.EMPTY_RESPONSE
     assert normalise(response, output_token_ids=[248046]).output_token_ids == [248046]

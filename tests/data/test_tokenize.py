@@ -379,3 +379,23 @@ def test_unusable_records_give_none(smollm2: TargetTokenizer) -> None:
 )
 def test_dominant_script(text: str, script: str) -> None:
     assert dominant_script(text) == script
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.text(st.sampled_from("aé漢 .\ud800🙂я"), min_size=1, max_size=4), st.integers(1, 600)),
+        max_size=5,
+    )
+)
+def test_latin_is_found_as_counting_finds_it(runs: list[tuple[str, int]]) -> None:
+    """Few letters mostly decide; where they don't, all of the first 4,096 characters do."""
+    text = "".join(piece * count for piece, count in runs)
+    head = text[:4096]
+    ascii_letters = sum(character.isascii() and character.isalpha() for character in head)
+    if ascii_letters > sum(not character.isascii() for character in head):
+        assert dominant_script(text) == "latin"
+    other = head.translate({ord(character): None for character in "aé"})
+    if dominant_script(text) == "latin" and not head.isascii():
+        counts = [sum(character in script for character in other) for script in ("漢", "я")]
+        assert max(counts) <= head.count("a") + head.count("é")
