@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
 
 from dflash.config import TokenizeOptions
