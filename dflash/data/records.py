@@ -1,7 +1,7 @@
 """What reading completions yields: a `Completion`, or a `Reject` with one of a closed set of reasons.
 
-What is made for each record is a `msgspec.Struct` here and wherever records pass: making a frozen dataclass of so many
-fields takes twenty times as long, in all a sixth of the work on a row.
+What is made for each record is a `msgspec.Struct`, here and wherever records pass: making a frozen dataclass takes
+twenty times as long.
 """
 
 from __future__ import annotations
