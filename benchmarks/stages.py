@@ -46,8 +46,8 @@ def measure_stages(batch: Path, tokenizer: Path, repetitions: int) -> list[dict[
             "write and hash: limit": lambda: (hashlib.sha256(ids).digest(), np.copy(ids)),
             "parse to rows": lambda: tokenize_batch(_completions(path), target, options, encoder),
             "parse to rows: limit": lambda: _unchecked(encoder, texts),
-            WHOLE_PATH: lambda: _make_shard(path, Path(name), target),
-            f"{WHOLE_PATH}: limit": lambda: _unchecked(encoder, texts),
+            "file to shard": lambda: _make_shard(path, Path(name), target, options),
+            "file to shard: limit": lambda: _unchecked(encoder, texts),
         }
         costs = interleave({key: _repeat(one) for key, one in work.items()}, repetitions)
     table = []
@@ -66,7 +66,6 @@ def measure_stages(batch: Path, tokenizer: Path, repetitions: int) -> list[dict[
 
 
 REPEATS = 3
-WHOLE_PATH = "file to shard"
 
 
 def _repeat(work: Callable[[], object]) -> Callable[[], None]:
@@ -90,11 +89,11 @@ def _unchecked(encoder: Any, texts: list[str]) -> object:
     return encode(texts, allow_special=True)
 
 
-def _make_shard(path: Path, folder: Path, target: TargetTokenizer) -> None:
+def _make_shard(path: Path, folder: Path, target: TargetTokenizer, options: TokenizeOptions) -> None:
     """What a process of the pool does, from the downloaded file to the finished shard in the spool."""
     item = LocalInput(path.name, path, path.stat().st_size, None, "0" * 64, is_own=True)
     with tempfile.TemporaryDirectory(dir=folder) as spool:
-        run_shard_job(ShardJob("0" * 64, (item,), TokenizeOptions(), Path(spool)), target)
+        run_shard_job(ShardJob("0" * 64, (item,), options, Path(spool)), target)
 
 
 def _write(folder: Path, rows: Any) -> None:

@@ -165,9 +165,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     """
     prepared = []
     for message in messages:
-        plain = dict(message)
-        if None in plain.values():
-            plain = {key: value for key, value in plain.items() if value is not None}
+        plain = {key: value for key, value in message.items() if value is not None}
         if "reasoning_content" in plain:
             plain.setdefault("thinking", plain["reasoning_content"])
         prepared.append(plain)

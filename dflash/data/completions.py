@@ -111,7 +111,7 @@ def _complete(record: dict[str, Any], file: str, line: int, byte_offset: int) ->
     return Completion(
         id=_id(record),
         messages=messages,
-        tools=_tools(record) if "tools" in record else None,
+        tools=_tools(record),
         finish_reason=finish_reason,
         output_tokens=_count(record, "output_tokens"),
         chat_template_kwargs=kwargs,
@@ -152,8 +152,6 @@ def _finish_reason(record: dict[str, Any]) -> FinishReason | None:
     given = _text(record, "finish_reason")
     if given is None:
         return None
-    if given in FINISH_REASONS:
-        return FINISH_REASONS[given]
     spelling = given.casefold()
     if spelling in ABORTED:
         raise RecordError(
@@ -168,7 +166,7 @@ def _finish_reason(record: dict[str, Any]) -> FinishReason | None:
 
 def _check_not_empty(response: dict[str, Any]) -> None:
     texts = (response["content"], response.get("reasoning_content"))
-    if not any([text and not text.isspace() for text in texts]) and "tool_calls" not in response:  # noqa: C419
+    if not any(text and not text.isspace() for text in texts) and "tool_calls" not in response:
         raise RecordError(
             Reason.EMPTY_RESPONSE,
             "expected text, a trace, tool calls or sampled ids in the last message, found none. Was the text stored in "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ class ControlTokens:
 
     ids: Mapping[str, int]
     _pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
-    _kinds: list[_Kind] = field(init=False, repr=False, compare=False)
+    _signs: dict[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         longest_first = sorted((text for text in self.ids if text), key=len, reverse=True)
@@ -35,7 +36,7 @@ class ControlTokens:
         rests = "|".join(re.escape(text[len(shared) :]) for text in longest_first)
         pattern = re.compile(f"{re.escape(shared)}(?:{rests})" if longest_first else "(?!)")
         object.__setattr__(self, "_pattern", pattern)
-        object.__setattr__(self, "_kinds", _kinds(longest_first))
+        object.__setattr__(self, "_signs", _signs(longest_first))
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Start and end of each control token that `text` spells."""
@@ -71,12 +72,12 @@ class ControlTokens:
 
     def _may_spell(self, text: str) -> bool:
         # Finding a character is many times faster than two characters in a row, or than the pattern.
-        for kind in self._kinds:
-            for sign in kind.signs:
+        for beginning, signs in self._signs.items():
+            for sign in signs:
                 if sign not in text:
                     break
             else:
-                if kind.prefix in text:
+                if beginning in text:
                     return True
         return False
 
@@ -101,23 +102,16 @@ class ControlTokens:
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What every token of those that begin alike has: characters that aren't letters or digits, and its beginning."""
+def _signs(texts: Iterable[str]) -> dict[str, str]:
+    """For texts with the same first two characters: what they all begin with, and the signs that are in all of them.
 
-    signs: str
-    prefix: str
-
-
-def _kinds(texts: Iterable[str]) -> list[_Kind]:
-    """Kinds of tokens by their first two characters."""
+    Signs are no letters or digits: those are in most texts, and tell little.
+    """
     alike: dict[str, list[str]] = {}
     for text in texts:
         alike.setdefault(text[:2], []).append(text)
-    shared = {_common_beginning(kind): frozenset.intersection(*map(frozenset, kind)) for kind in alike.values()}
-    return [_Kind("".join(c for c in sorted(signs) if not c.isalnum()), prefix) for prefix, signs in shared.items()]
-
-
-def _common_beginning(texts: Sequence[str]) -> str:
-    first, last = min(texts), max(texts)
-    return next((first[:at] for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), first)
+    signs: dict[str, str] = {}
+    for kind in alike.values():
+        beginning = os.path.commonprefix(kind)  # noqa: RUF071 (of texts, not of paths)
+        signs[beginning] = "".join(sorted(c for c in set.intersection(*map(set, kind)) if not c.isalnum()))
+    return signs

@@ -96,12 +96,8 @@ class _Splitter:
     def feed(self, chunk: bytes) -> Iterator[Line]:
         *whole, rest = chunk.split(b"\n")
         for piece in whole:
-            if self._start == self.end_offset and len(piece) <= self._max_record_bytes:  # a line in one piece
-                self.end_offset += len(piece)
-                yield Line(self.number, self._start, piece, "newline")
-            else:
-                self._append(piece)
-                yield self._take("newline")
+            self._append(piece)
+            yield self._take("newline")
             self.end_offset += 1
             self.number += 1
             self._start = self.end_offset

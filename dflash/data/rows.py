@@ -74,8 +74,6 @@ class TokenizedRows:
 
 def join_rows(parts: Sequence[TokenizedRows]) -> TokenizedRows:
     """Put the rows of `parts` (at least one) behind one another, in order."""
-    if len(parts) == 1:
-        return parts[0]
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])
     return TokenizedRows(
         ids=np.concatenate([part.ids for part in parts]),
