@@ -208,14 +208,15 @@ def tail(log: Path, *, num_lines: int = 20) -> str:
     return "\n".join(lines[-num_lines:])
 
 
-def _started(pid: int) -> str | None:
+def _started(pid: int, *, as_zombie: bool = False) -> str | None:
+    """When a process started, None if it doesn't run; with `as_zombie` also of one that only waits to be collected."""
     folder = Path(f"/proc/{pid}")
     try:
         stat = (folder / "stat").read_text()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         state, *rest = stat.rpartition(")")[2].split()
         # While other threads are still ending, a killed process looks like a zombie, yet holds its ports and locks.
-        if state in {"Z", "X"} and sum(1 for _ in (folder / "task").iterdir()) <= 1:
+        if not as_zombie and state in {"Z", "X"} and sum(1 for _ in (folder / "task").iterdir()) <= 1:
             return None
     except OSError:
         return None
@@ -241,10 +242,18 @@ def _wait(processes: Sequence[ProcessIdentity], timeout_s: float) -> list[Proces
     deadline = time.monotonic() + timeout_s
     alive = list(processes)
     while True:
-        for process in alive:
-            with contextlib.suppress(ChildProcessError):  # only our own children leave a status to be collected
-                os.waitpid(process.pid, os.WNOHANG)
-        alive = [process for process in alive if process.is_running]
+        # Looked at first, collected then: one that ends in between counts as alive until the next look.
+        ended = [process for process in alive if not process.is_running]
+        for process in ended:
+            _collect(process)
+        alive = [process for process in alive if process not in ended]
         if not alive or time.monotonic() > deadline:
             return alive
         time.sleep(0.02)
+
+
+def _collect(process: ProcessIdentity) -> None:
+    """Take the status that an ended child leaves, so that no zombie stays; never that of a later one with its id."""
+    if _started(process.pid, as_zombie=True) == process.started:
+        with contextlib.suppress(ChildProcessError):  # somebody else's child
+            os.waitpid(process.pid, os.WNOHANG)

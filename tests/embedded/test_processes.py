@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from dflash.errors import ServiceError
+from embedded import processes
 from embedded.processes import (
     ProcessIdentity,
     find_free_ports,
@@ -66,6 +67,32 @@ def test_a_process_is_found_by_its_pid_file_until_it_ends(tmp_path: Path) -> Non
     assert find_process(pid_file) is None
     stop_process(identity)
     assert not psutil.pid_exists(identity.pid)
+
+
+def test_a_process_that_ends_just_as_it_is_looked_at_leaves_no_zombie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = start(["sleep", "60"], tmp_path)
+    look, looks = processes._started, iter(range(100))
+
+    def end_at_the_last_look(pid: int, *, as_zombie: bool = False) -> str | None:
+        if next(looks) == 2:  # the first two are before it is asked to end
+            os.kill(pid, signal.SIGKILL)
+            while look(pid) is not None:
+                time.sleep(0.001)
+        return look(pid, as_zombie=as_zombie)
+
+    monkeypatch.setattr(processes, "_started", end_at_the_last_look)
+    stop_process(identity, ask=signal.SIGCONT)
+    assert not psutil.pid_exists(identity.pid)
+
+
+def test_the_status_of_a_later_child_with_the_same_id_is_left_to_its_owner(tmp_path: Path) -> None:
+    with subprocess.Popen(["sh", "-c", "exit 7"]) as child:
+        while identify_process(child.pid) is not None:
+            time.sleep(0.01)
+        stop_process(ProcessIdentity(child.pid, "another boot:1"))
+        assert child.wait() == 7
 
 
 def test_another_process_with_the_same_id_is_not_taken_for_it(tmp_path: Path) -> None:
