@@ -1,6 +1,7 @@
 #!/bin/sh
 # Installs the packages of one image into a new virtual environment: the step that the Dockerfiles run and
-# check_steps.sh tries in a clean folder. Wheels only, so that no image needs a compiler to be built.
+# check_steps.sh tries in a clean folder. Dependencies come as wheels only; our own native code is left out where there
+# is no compiler.
 # usage: install.sh VENV EXTRAS, in the folder of pyproject.toml and constraints.txt
 set -eu
 venv=$1

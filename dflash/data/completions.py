@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from dflash.data.lines import Line, ReadLimits, iter_lines
 from dflash.data.messages import normalise_message
@@ -46,15 +46,23 @@ def read_completions(path: Path, *, file: str, limits: ReadLimits = DEFAULT_LIMI
     Raises:
         ObjectNotFoundError: there is no such file.
     """
-    try:
-        opened = path.open("rb")
-    except FileNotFoundError:
-        raise ObjectNotFoundError(f"{path} (for {file}): expected a file of completions, found none.") from None
-    with opened as raw:
+    with open_completions(path, file) as raw:
         for line in iter_lines(raw, file, limits):
-            entry = _read_line(line, file)
+            entry = read_line(line, file)
             if entry is not None:
                 yield entry
+
+
+def open_completions(path: Path, file: str) -> BinaryIO:
+    """Open a file of completions.
+
+    Raises:
+        ObjectNotFoundError: there is no such file.
+    """
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise ObjectNotFoundError(f"{path} (for {file}): expected a file of completions, found none.") from None
 
 
 def normalise_record(
@@ -78,7 +86,7 @@ def normalise_record(
     return _complete(plain, file, line, byte_offset)
 
 
-def _read_line(line: Line, file: str) -> Completion | Reject | None:
+def read_line(line: Line, file: str) -> Completion | Reject | None:
     """What a line holds; None for a blank one, and for the torn end of a file that breaks off (a fault follows)."""
     if line.error is not None:
         return Reject(file, line.number, line.byte_offset, line.error.reason, line.error.message)

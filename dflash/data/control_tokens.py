@@ -38,6 +38,11 @@ class ControlTokens:
         object.__setattr__(self, "_pattern", pattern)
         object.__setattr__(self, "_signs", _signs(longest_first))
 
+    @property
+    def beginnings(self) -> tuple[str, ...]:
+        """Texts with one of which each control token begins."""
+        return tuple(self._signs)
+
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Start and end of each control token that `text` spells."""
         if not self._may_spell(text):

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import reprlib
 from enum import StrEnum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
 from dflash.errors import RecordError
+
+if TYPE_CHECKING:
+    from dflash.data._plain_rows import PlainRow
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -143,6 +146,11 @@ class Reject(msgspec.Struct, frozen=True):
     reason: str
     message: str
     id: str | None = None
+
+    @classmethod
+    def of(cls, record: Completion | PlainRow, error: RecordError) -> Self:
+        """The reject of a record that was read, by what was raised for it."""
+        return cls(record.file, record.line, record.byte_offset, error.reason, error.message, record.id)
 
 
 def bad_field(where: str, expected: str, found: object) -> RecordError:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from dflash.data.tokenizer import TargetTokenizer
 
 
+# For each token of the window: encoding a prompt of so many is cheaper than building the table that shows it too long.
+ENCODED_CHARACTERS = 8
+
+
 class Segment(msgspec.Struct, frozen=True):
     """A piece of a row.
 
@@ -220,7 +224,7 @@ def require_unicode(plan: RowPlan) -> None:
 
 def _require_room(prompt: Segment, tokenizer: TargetTokenizer, options: TokenizeOptions) -> None:
     """Drop a prompt that can't fit without encoding it: a megabyte without a space takes seconds."""
-    if len(prompt.text) <= options.max_seq_len * 8:  # encoding it is cheaper than building the table of tokens
+    if len(prompt.text) <= options.max_seq_len * ENCODED_CHARACTERS:
         return
     longest = tokenizer.token_bytes.longest
     if longest is None or len(prompt.text) * 4 <= options.max_seq_len * longest:
@@ -228,6 +232,15 @@ def _require_room(prompt: Segment, tokenizer: TargetTokenizer, options: Tokenize
     size = tokenizer.token_bytes.normalised_size(prompt.text)
     if size > options.max_seq_len * longest:
         raise prompt_too_long(f"{size} bytes, and no token has more than {longest}", options)
+
+
+def too_few_loss_tokens(found: int, options: TokenizeOptions) -> RecordError:
+    """An error for a row without a run of loss tokens that is long enough."""
+    return RecordError(
+        Reason.TOO_FEW_LOSS_TOKENS,
+        f"expected at least {options.min_loss_tokens} adjacent loss tokens within {options.max_seq_len} tokens, "
+        f"found {found}",
+    )
 
 
 def prompt_too_long(found: str, options: TokenizeOptions) -> RecordError:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from dflash.data.records import Reject
 
 
 class RowFlag(enum.IntFlag):
@@ -70,6 +72,44 @@ class TokenizedRows:
             flags=self.flags[start:end],
             scripts=self.scripts[start:end],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPart:
+    """Some rows of a batch.
+
+    Attributes:
+        rows: the rows.
+        numbers: the place in the batch of each, ascending.
+        rejects: by their places, of what has no row.
+        encoder: name of the encoder that made the ids.
+    """
+
+    rows: TokenizedRows
+    numbers: Sequence[int]
+    rejects: Mapping[int, Reject]
+    encoder: str
+
+
+def put_in_order(parts: Sequence[BatchPart]) -> TokenizedRows:
+    """Rows of all parts (at least one) by their places in the batch."""
+    if len(parts) == 1:
+        return parts[0].rows
+    order = np.argsort(np.concatenate([part.numbers for part in parts]), kind="stable").tolist()
+    rows = join_rows([part.rows for part in parts])
+    ranges = [slice(*rows.offsets[number : number + 2].tolist()) for number in order]
+    return TokenizedRows(
+        ids=np.concatenate([rows.ids[:0], *(rows.ids[place] for place in ranges)]),
+        offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(np.diff(rows.offsets)[order], dtype=np.int64)]),
+        mask=np.concatenate([rows.mask[:0], *(rows.mask[place] for place in ranges)]),
+        sample_ids=[rows.sample_ids[number] for number in order],
+        sources=[rows.sources[number] for number in order],
+        num_loss_tokens=rows.num_loss_tokens[order],
+        output_tokens=rows.output_tokens[order],
+        finish_reasons=[rows.finish_reasons[number] for number in order],
+        flags=rows.flags[order],
+        scripts=[rows.scripts[number] for number in order],
+    )
 
 
 def join_rows(parts: Sequence[TokenizedRows]) -> TokenizedRows:

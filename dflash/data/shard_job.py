@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash.data.completions import Completion, Reject, read_completions
+from dflash.data.completions import Completion, Reject
 from dflash.data.encoders import HuggingFaceEncoder
+from dflash.data.plain_rows import PlainRows
 from dflash.data.shards import ShardWriter, WrittenShard
 from dflash.data.spool import (
     ABANDONED_S,
@@ -33,6 +34,7 @@ from dflash.manifest import InputFile, ShardReceipt, sha256_hex
 from dflash.storage.files import file_sha256
 
 if TYPE_CHECKING:
+    from dflash.data._plain_rows import PlainRow
     from dflash.data.tokenizer import TargetTokenizer
 
 # A batch ends at either: enough for one batched encode call to pay, little enough to bound memory.
@@ -121,8 +123,9 @@ def _write_shard(job: ShardJob, tokenizer: TargetTokenizer, scratch: Path) -> Sh
     with ShardWriter(scratch / SHARD_FILE, scratch / INDEX_FILE) as writer:
         encoder = "none"
         reference = HuggingFaceEncoder(tokenizer.backend) if job.encoder == "huggingface" else None
-        for completions in _batches(_read_all(job.inputs, tally)):
-            batch = tokenize_batch(completions, tokenizer, job.options, reference)
+        reader = PlainRows(tokenizer, job.options)
+        for entries in _batches(_read_all(job.inputs, reader, tally)):
+            batch = tokenize_batch(entries, tokenizer, job.options, reference)
             encoder = batch.encoder
             for reject in batch.rejects:
                 tally.add(reject)
@@ -156,14 +159,14 @@ def _receipt(job: ShardJob, tally: _Tally, written: WrittenShard, encoder: str, 
     )
 
 
-def _read_all(inputs: Iterable[LocalInput], tally: _Tally) -> Iterator[Completion]:
+def _read_all(inputs: Iterable[LocalInput], reader: PlainRows, tally: _Tally) -> Iterator[Completion | PlainRow]:
     for item in inputs:
         if item.path.stat().st_size != item.size:
             raise IntegrityError(
                 f"{item.path} ({item.key}) changed between download and reading: expected {item.size} bytes, "
                 f"found {item.path.stat().st_size}. Run again."
             )
-        for entry in read_completions(item.path, file=item.key):
+        for entry in reader.read(item.path, file=item.key):
             tally.records[item.key] += 1
             if isinstance(entry, Reject):
                 tally.add(entry)
@@ -183,16 +186,16 @@ def _require_unchanged(item: LocalInput) -> None:
         )
 
 
-def _batches(completions: Iterable[Completion]) -> Iterator[list[Completion]]:
+def _batches(entries: Iterable[Completion | PlainRow]) -> Iterator[list[Completion | PlainRow]]:
     """Cut the stream into batches bounded in records and in bytes; a batch never spans two files."""
-    batch: list[Completion] = []
-    for completion in completions:
-        other_file = batch and batch[-1].file != completion.file
-        too_large = batch and completion.byte_offset - batch[0].byte_offset > BYTES_PER_BATCH
+    batch: list[Completion | PlainRow] = []
+    for entry in entries:
+        other_file = batch and batch[-1].file != entry.file
+        too_large = batch and entry.byte_offset - batch[0].byte_offset > BYTES_PER_BATCH
         if len(batch) == RECORDS_PER_BATCH or other_file or too_large:
             yield batch
             batch = []
-        batch.append(completion)
+        batch.append(entry)
     if batch:
         yield batch
 

@@ -167,7 +167,7 @@ class TracedTemplate:
         return True
 
 
-def shape_of(messages: Sequence[Message]) -> tuple[Hashable, list[str]] | None:
+def shape_of(messages: Sequence[Message]) -> tuple[tuple[str, ...], list[str]] | None:
     """Roles and fields of a conversation, and its texts; None if it is long or holds anything else than texts."""
     if len(messages) > MAX_MESSAGES:
         return None

@@ -13,15 +13,18 @@ import numpy.typing as npt
 from dflash.config import TokenizeOptions
 from dflash.data.completions import normalise_record
 from dflash.data.encoders import Encoder, HuggingFaceEncoder, Ids
-from dflash.data.records import Completion, Reason, Reject
-from dflash.data.row_plan import RowPlan, Segment, plan_row, prompt_too_long, require_unicode
-from dflash.data.rows import RowFlag, TokenizedRows
+from dflash.data.plain_batch import tokenize_plain_rows
+from dflash.data.records import Completion, Reject
+from dflash.data.row_plan import RowPlan, Segment, plan_row, prompt_too_long, require_unicode, too_few_loss_tokens
+from dflash.data.rows import BatchPart, RowFlag, TokenizedRows, put_in_order
 from dflash.data.scripts import dominant_script
 from dflash.data.tokenizer import TargetTokenizer, adapt_tokenizer
 from dflash.errors import RecordError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from dflash.data._plain_rows import PlainRow
 
 _INT32_MAX = 2**31 - 1
 
@@ -73,41 +76,62 @@ def tokenize_completion(
 
 
 def tokenize_batch(
-    completions: Sequence[Completion],
+    entries: Sequence[Completion | PlainRow],
     tokenizer: TargetTokenizer,
     options: TokenizeOptions,
     encoder: Encoder | None = None,
 ) -> TokenizedBatch:
-    """Tokenize completions with one encode call for all their texts.
+    """Tokenize completions with one encode call for all their texts, and one for those of plain rows.
 
     Args:
-        completions: normalised records.
+        entries: normalised records, and rows of plain ones.
         tokenizer: the target's.
         options: decide ids and mask.
         encoder: makes the ids; by default the tokenizer's choice.
 
     Raises:
-        TokenizerError: a fast encoder was found to give other ids than the reference.
+        TokenizerError: a fast encoder was found to give other ids than the reference, or native code another row than
+            Python.
     """
-    rejects: list[Reject] = []
-    plans: list[tuple[Completion, RowPlan]] = []
-    for completion in completions:
+    completions: dict[int, Completion] = {}
+    plain_rows: dict[int, PlainRow] = {}
+    for number, entry in enumerate(entries):
+        if isinstance(entry, Completion):
+            completions[number] = entry
+        else:
+            plain_rows[number] = entry
+    parts: list[BatchPart] = []
+    if plain_rows:
+        parts.append(tokenize_plain_rows(plain_rows, tokenizer, options, encoder))
+    if completions or not plain_rows:
+        parts.append(_tokenize_completions(completions, tokenizer, options, encoder))
+    rejects = {number: reject for part in parts for number, reject in part.rejects.items()}
+    return TokenizedBatch(put_in_order(parts), [rejects[number] for number in sorted(rejects)], parts[0].encoder)
+
+
+def _tokenize_completions(
+    completions: Mapping[int, Completion], tokenizer: TargetTokenizer, options: TokenizeOptions, encoder: Encoder | None
+) -> BatchPart:
+    rejects: dict[int, Reject] = {}
+    plans: dict[int, tuple[Completion, RowPlan]] = {}
+    for number, completion in completions.items():
         try:
-            plans.append((completion, plan_row(completion, tokenizer, options)))
+            plans[number] = (completion, plan_row(completion, tokenizer, options))
         except RecordError as error:
-            rejects.append(_reject(completion, error))
+            rejects[number] = Reject.of(completion, error)
     encoder, encoded = _encode_plans(plans, tokenizer, encoder, rejects)
-    rows: list[_Row] = []
+    rows: dict[int, _Row] = {}
     first = 0
-    for completion, plan in plans:
+    for number, (completion, plan) in plans.items():
         last = first + len(plan.segments)
         try:
-            rows.append(_row(completion, plan, encoded.bounds[first : last + 1], options))
+            rows[number] = _row(completion, plan, encoded.bounds[first : last + 1], options)
         except RecordError as error:
-            rejects.append(_reject(completion, error))
+            rejects[number] = Reject.of(completion, error)
         first = last
-    _flag_verbatim(rows, encoder, tokenizer.lead)
-    return TokenizedBatch(_join(rows, encoded.ids), rejects, encoder.name)
+    kept = list(rows.values())
+    _flag_verbatim(kept, encoder, tokenizer.lead)
+    return BatchPart(_join(kept, encoded.ids), list(rows), rejects, encoder.name)
 
 
 @dataclass(slots=True)
@@ -130,25 +154,28 @@ class _Row:
 
 
 def _encode_plans(
-    plans: list[tuple[Completion, RowPlan]], tokenizer: TargetTokenizer, encoder: Encoder | None, rejects: list[Reject]
+    plans: dict[int, tuple[Completion, RowPlan]],
+    tokenizer: TargetTokenizer,
+    encoder: Encoder | None,
+    rejects: dict[int, Reject],
 ) -> tuple[Encoder, _Encoded]:
     """Encode all segments; a plan whose text is no valid Unicode goes from `plans` to `rejects`.
 
     Records from files can't hold such text. Looking for it in every text costs as much as a tenth of all work, and
     encoders refuse it anyway.
     """
-    segments = [segment for _, plan in plans for segment in plan.segments]
+    segments = [segment for _, plan in plans.values() for segment in plan.segments]
     try:
         encoder = encoder or tokenizer.encoder_for([segment.text for segment in segments]).encoder
         return encoder, _encode(segments, encoder, tokenizer.lead)
     except (UnicodeEncodeError, TypeError):  # the latter from the reference
         before = len(plans)
-        for item in tuple(plans):
+        for number, (completion, plan) in tuple(plans.items()):
             try:
-                require_unicode(item[1])
+                require_unicode(plan)
             except RecordError as error:
-                plans.remove(item)
-                rejects.append(_reject(item[0], error))
+                del plans[number]
+                rejects[number] = Reject.of(completion, error)
         if len(plans) == before:
             raise
     return _encode_plans(plans, tokenizer, encoder, rejects)
@@ -222,10 +249,7 @@ def _row(completion: Completion, plan: RowPlan, bounds: Sequence[int], options: 
         spans = [(start, min(end, window)) for start, end in spans if start < window]
     longest = max([end - start for start, end in spans])
     if longest < options.min_loss_tokens:
-        raise RecordError(
-            Reason.TOO_FEW_LOSS_TOKENS,
-            f"expected at least {options.min_loss_tokens} adjacent loss tokens within {window} tokens, found {longest}",
-        )
+        raise too_few_loss_tokens(longest, options)
     return _Row(completion, plan, first, first + length, spans, num_sampled_tokens, flags)
 
 
@@ -267,15 +291,4 @@ def _join(rows: Sequence[_Row], ids: Ids) -> TokenizedRows:
         finish_reasons=[completion.finish_reason or "" for completion in completions],
         flags=np.array([row.flags for row in rows], np.uint16),
         scripts=[dominant_script(row.plan.response_head) for row in rows],
-    )
-
-
-def _reject(completion: Completion, error: RecordError) -> Reject:
-    return Reject(
-        file=completion.file,
-        line=completion.line,
-        byte_offset=completion.byte_offset,
-        reason=str(error.reason),
-        message=error.message,
-        id=completion.id,
     )

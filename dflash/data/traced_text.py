@@ -38,6 +38,11 @@ class Step(NamedTuple):
     arguments: tuple[Any, ...]
     expected: bool | None
 
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return next(name for name, function in _FUNCTIONS.items() if function is self.function)
+
 
 def run_steps(steps: Iterable[Step], texts: Iterable[str]) -> list[Any] | None:
     """The registers of a record with these texts; None where a test comes out otherwise than noted."""

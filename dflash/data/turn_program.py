@@ -20,6 +20,7 @@ from dflash.data.template_trace import CHECK_EVERY, Trace
 from dflash.data.traced_text import Piece, Step, join_pieces, run_steps
 
 MAX_PROGRAMS: Final = 512
+Shape = tuple[Hashable, tuple[str, ...]]  # the template's arguments, and the roles and fields of the messages
 TEXT_FIELDS: Final = ("reasoning_content", "content")
 
 
@@ -73,6 +74,13 @@ class TurnProgram:
         tail = _tail(rest, controls)
         return None if tail is None else cls(steps, begin, rest, tail)
 
+    @property
+    def sampled(self) -> tuple[Piece, ...]:
+        """Pieces of the response up to the end of its end-of-turn token."""
+        *before, last = self.response
+        assert isinstance(last, str), "the token is in a literal"
+        return (*before, last[: len(last) - self.tail[1]])
+
     def replay(self, texts: Sequence[str]) -> TurnTexts | None:
         """The turn with these texts, which spell no control token; None if the template would go another way."""
         registers = run_steps(self.steps, texts)
@@ -84,30 +92,43 @@ class TurnProgram:
 
 
 class TurnPrograms:
-    """Programs by shape, made as shapes come."""
+    """Programs by shape, made as shapes come.
+
+    Attributes:
+        found: all of them with their shapes, in the order in which they were found.
+    """
 
     def __init__(self) -> None:
-        self._programs: dict[Hashable, list[TurnProgram]] = {}
+        self.found: list[tuple[Shape, TurnProgram]] = []
+        self._programs: dict[Shape, list[TurnProgram]] = {}
         self._num_attempts = 0
         self.num_replays = 0
+        self._num_unchecked = 0
 
-    def replay(self, shape: Hashable, texts: Sequence[str]) -> TurnTexts | None:
+    def replay(self, shape: Shape, texts: Sequence[str]) -> TurnTexts | None:
         """The turn as the first program that fits makes it; None where there is none."""
         for program in self._programs.get(shape, ()):
             found = program.replay(texts)
             if found is not None:
                 self.num_replays += 1
+                self.note_replays(1)
                 return found
         return None
 
-    def has(self, shape: Hashable) -> bool:
+    def has(self, shape: Shape) -> bool:
         """Whether there is a program for turns of this shape."""
         return shape in self._programs
 
-    @property
-    def is_check_due(self) -> bool:
-        """Whether the last replay is one to compare."""
-        return self.num_replays % CHECK_EVERY == 0
+    def note_replays(self, count: int) -> None:
+        """Count turns that a program made, here or in native code."""
+        self._num_unchecked += count
+
+    def takes_check(self) -> bool:
+        """Whether the last replay is one to compare; the next such is `CHECK_EVERY` further."""
+        is_due = self._num_unchecked >= CHECK_EVERY
+        if is_due:
+            self._num_unchecked = 0
+        return is_due
 
     @property
     def has_room(self) -> bool:
@@ -118,9 +139,10 @@ class TurnPrograms:
         """Count an attempt to make a program."""
         self._num_attempts += 1
 
-    def add(self, shape: Hashable, program: TurnProgram) -> None:
+    def add(self, shape: Shape, program: TurnProgram) -> None:
         """Keep a program that has been proven."""
         self._programs.setdefault(shape, []).append(program)
+        self.found.append((shape, program))
 
 
 def _joined(prompt: Trace, full: Trace) -> tuple[tuple[Step, ...], dict[int, int]]:

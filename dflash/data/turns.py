@@ -6,7 +6,7 @@ the second adds to the first is the response. Role markers are never searched fo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from dflash.data.chat import THINKING_FLAG, ChatTemplate, key_of
 from dflash.data.control_tokens import ControlTokens
 from dflash.data.template_trace import probed, require_same, shape_of
-from dflash.data.turn_program import TEXT_FIELDS, TurnProgram, TurnPrograms, TurnTexts
+from dflash.data.turn_program import TEXT_FIELDS, Shape, TurnProgram, TurnPrograms, TurnTexts
 from dflash.errors import RecordError
 
 # Rendered in place of a trace or an answer to see what the template puts around it.
@@ -151,7 +151,7 @@ class _TurnRender(msgspec.Struct, frozen=True):
             if text is not None and controls.spelled_in_text(text):
                 return None
         found = programs.replay(*shape)
-        if found is not None and programs.is_check_due:
+        if found is not None and programs.takes_check():
             prompt, full = (
                 self.conversation.template.render_untraced(messages, self.kwargs, add_generation_prompt=add)
                 for messages, add in ((self.history, True), ([*self.history, message], False))
@@ -190,7 +190,7 @@ class _TurnRender(msgspec.Struct, frozen=True):
                 return False
         return True
 
-    def _shape(self, message: Mapping[str, Any]) -> tuple[Hashable, list[str]] | None:
+    def _shape(self, message: Mapping[str, Any]) -> tuple[Shape, list[str]] | None:
         """What decides which program fits, and the texts; None for what programs don't cover."""
         key = None if self.conversation.tools else key_of(self.kwargs)
         shape = None if key is None else shape_of([*self.history, message])
