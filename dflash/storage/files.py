@@ -111,17 +111,10 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def file_chunks(path: Path, *, offset: int = 0, size: int | None = None) -> Iterator[bytes]:
-    """Read a file, or `size` bytes of it from `offset`, in chunks."""
+def file_chunks(path: Path) -> Iterator[bytes]:
+    """Read a file in chunks."""
     with path.open("rb") as file:
-        file.seek(offset)
-        left = size
-        while left is None or left > 0:
-            chunk = file.read(_CHUNK_BYTES if left is None else min(left, _CHUNK_BYTES))
-            if not chunk:
-                return
-            if left is not None:
-                left -= len(chunk)
+        while chunk := file.read(_CHUNK_BYTES):
             yield chunk
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Consumer = Callable[[Iterable[bytes], bool], Digest]
-_STREAM_BYTES = 4 << 20
+_STREAM_BYTES = 1 << 20  # four times as much takes twice the system time: the pages of each chunk are new
 _PLAIN_MD5 = re.compile(r"[0-9a-f]{32}")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.errors import ObjectNotFoundError
-from dflash.storage.files import file_chunks, os_errors_as_storage_errors
+from dflash.storage.files import os_errors_as_storage_errors
 
 _MAX_PARTS = 10_000  # the limit of S3
 _PARALLEL_PARTS = 4  # memory is this many parts; embedded servers slow down beyond it
@@ -98,7 +98,9 @@ def _read_part(source: bytes | Path, offset: int, length: int) -> bytes:
     if isinstance(source, bytes):
         return source[offset : offset + length]
     with os_errors_as_storage_errors(f"source {source}"):
-        return b"".join(file_chunks(source, offset=offset, size=length))
+        with source.open("rb") as file:
+            file.seek(offset)
+            return file.read(length)
 
 
 def _in_parallel(work: Callable[[int, int, int], dict[str, Any]], size: int, part_bytes: int) -> list[dict[str, Any]]:
