@@ -97,10 +97,9 @@ def copy_in_parts(upload: MultipartUpload, origin: dict[str, Any], size: int, pa
 def _read_part(source: bytes | Path, offset: int, length: int) -> bytes:
     if isinstance(source, bytes):
         return source[offset : offset + length]
-    with os_errors_as_storage_errors(f"source {source}"):
-        with source.open("rb") as file:
-            file.seek(offset)
-            return file.read(length)
+    with os_errors_as_storage_errors(f"source {source}"), source.open("rb") as file:
+        file.seek(offset)
+        return file.read(length)
 
 
 def _in_parallel(work: Callable[[int, int, int], dict[str, Any]], size: int, part_bytes: int) -> list[dict[str, Any]]:
