@@ -57,7 +57,7 @@ constraints: $(STAMP)  ## pin what is installed now
 clean:
 	rm -rf $(VENV) $(COMPAT) $(AUDIT)
 
-$(STAMP): pyproject.toml constraints.txt dflash/data/_plain_rows.c
+$(STAMP): pyproject.toml constraints.txt $(wildcard dflash/data/*.c)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[embedded,fast,dedup,generate,train,serve,dev]'
 	touch $@

@@ -24,8 +24,14 @@ from dflash.data.rows import TokenizedRows, join_rows
 from dflash.errors import DatasetError
 from dflash.manifest import ShardEntry
 
+try:
+    from dflash.data import _row_hashes
+except ImportError:  # no compiler when the package was installed
+    _row_hashes = None  # type: ignore[assignment]
+
 SCHEMA_VERSION = 1
 ROWS_PER_BATCH = 1000
+_ID_BYTES, _HASH_BYTES = 4, 16
 _END_MARK = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of an Arrow IPC stream
 
 # Declared once. `datasets` reads it as List(int32), List(bool), string, string, int32.
@@ -44,7 +50,7 @@ INDEX_SCHEMA = pa.schema(
     [
         pa.field("sample_id", pa.string()),
         pa.field("source", pa.string()),
-        pa.field("content_hash", pa.binary(16)),
+        pa.field("content_hash", pa.binary(_HASH_BYTES)),
         pa.field("num_tokens", pa.int32()),
         pa.field("num_loss_tokens", pa.int32()),
         pa.field("output_tokens", pa.int32()),  # null where the record doesn't say
@@ -197,7 +203,7 @@ def _shard_batch(rows: TokenizedRows) -> pa.RecordBatch:
     offsets = pa.array(rows.offsets.astype(np.int32))
     columns = [
         pa.ListArray.from_arrays(offsets, pa.array(rows.ids)),
-        pa.ListArray.from_arrays(offsets, pa.array(rows.mask)),
+        pa.ListArray.from_arrays(offsets, _bits(rows.mask)),
         pa.array(rows.sample_ids, pa.string()),
         pa.array(rows.sources, pa.string()),
         pa.array(rows.num_loss_tokens, pa.int32()),
@@ -205,11 +211,17 @@ def _shard_batch(rows: TokenizedRows) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=SHARD_SCHEMA)
 
 
+def _bits(values: npt.NDArray[np.bool_]) -> pa.BooleanArray:
+    """`pa.array(values)`, ten times as fast."""
+    packed = pa.py_buffer(np.packbits(values, bitorder="little"))
+    return pa.BooleanArray.from_buffers(pa.bool_(), len(values), [None, packed])
+
+
 def _index_batch(rows: TokenizedRows) -> pa.RecordBatch:
     columns = [
         pa.array(rows.sample_ids, pa.string()),
         pa.array(rows.sources, pa.string()),
-        pa.array(content_hashes(rows.ids, rows.offsets), pa.binary(16)),
+        pa.array(content_hashes(rows.ids, rows.offsets), pa.binary(_HASH_BYTES)),
         pa.array(np.diff(rows.offsets).astype(np.int32)),
         pa.array(rows.num_loss_tokens, pa.int32()),
         pa.array(rows.output_tokens, pa.int32(), mask=rows.output_tokens < 0),
@@ -223,13 +235,21 @@ def _index_batch(rows: TokenizedRows) -> pa.RecordBatch:
 def content_hashes(ids: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> list[bytes]:
     """BLAKE2b-128 of each row's ids as little-endian int32, without a copy: equal rows give equal hashes.
 
+    Native code hashes four rows at a time, where a compiler was there to build it; the hashes are the same.
+
     Args:
         ids: int32 [t], the rows' ids joined.
         offsets: int64 [n + 1], row i is ids[offsets[i]:offsets[i + 1]].
     """
     data = np.ascontiguousarray(ids, dtype="<i4").data.cast("B")
-    bounds = (offsets * 4).tolist()
-    return [hashlib.blake2b(data[start:end], digest_size=16).digest() for start, end in itertools.pairwise(bounds)]
+    bounds = np.ascontiguousarray(offsets, np.int64) * _ID_BYTES
+    if _row_hashes is not None:
+        digests = _row_hashes.blake2b_rows(data, bounds)
+        return [digests[start : start + _HASH_BYTES] for start in range(0, len(digests), _HASH_BYTES)]
+    return [
+        hashlib.blake2b(data[start:end], digest_size=_HASH_BYTES).digest()
+        for start, end in itertools.pairwise(bounds.tolist())
+    ]
 
 
 def read_batches(path: Path, schema: pa.Schema = SHARD_SCHEMA) -> Iterator[pa.RecordBatch]:

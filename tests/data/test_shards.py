@@ -11,6 +11,7 @@ from datasets import Dataset, load_from_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash.data import shards
 from dflash.data.rows import RowFlag, TokenizedRows, join_rows
 from dflash.data.saved_format import dataset_info
 from dflash.data.shards import (
@@ -203,3 +204,24 @@ def test_schemas_and_flags_are_what_stored_files_hold() -> None:
         ("OUTPUT_MISMATCH", 32),
         ("VERBATIM_WHITESPACE", 64),
     ]
+
+
+@given(st.lists(st.integers(0, 700), max_size=12), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_content_hashes_are_blake2b(lengths: list[int], seed: int) -> None:
+    """Of rows of any length in any order, empty ones and whole blocks of 32 ids included, however they are computed."""
+    rows = make_rows([*lengths, 0, 32, 33, 64], seed)
+    bounds = itertools.pairwise((rows.offsets * 4).tolist())
+    data = rows.ids.astype("<i4").tobytes()
+    expected = [hashlib.blake2b(data[start:end], digest_size=16).digest() for start, end in bounds]
+    assert content_hashes(rows.ids, rows.offsets) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "_row_hashes", None)
+        assert content_hashes(rows.ids, rows.offsets) == expected
+
+
+@pytest.mark.parametrize("bounds", [[], [-1, 4], [0, 9], [0, 8, 4, 8]])
+def test_hashes_of_rows_outside_the_data_are_refused(bounds: list[int]) -> None:
+    native = pytest.importorskip("dflash.data._row_hashes", reason="no compiler when the package was installed")
+    with pytest.raises(ValueError, match="expected int64 that ascend within 8 bytes"):
+        native.blake2b_rows(b"12345678", np.array(bounds, np.int64))

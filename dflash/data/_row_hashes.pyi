@@ -1,0 +1,3 @@
+from typing_extensions import Buffer
+
+def blake2b_rows(data: Buffer, bounds: Buffer, /) -> bytes: ...
