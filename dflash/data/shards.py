@@ -244,7 +244,7 @@ def content_hashes(ids: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -
     data = np.ascontiguousarray(ids, dtype="<i4").data.cast("B")
     bounds = np.ascontiguousarray(offsets, np.int64) * _ID_BYTES
     if _row_hashes is not None:
-        digests = _row_hashes.blake2b_rows(data, bounds)
+        digests = _row_hashes.blake2b_rows(data, bounds.data)
         return [digests[start : start + _HASH_BYTES] for start in range(0, len(digests), _HASH_BYTES)]
     return [
         hashlib.blake2b(data[start:end], digest_size=_HASH_BYTES).digest()

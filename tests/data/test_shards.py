@@ -224,4 +224,4 @@ def test_content_hashes_are_blake2b(lengths: list[int], seed: int) -> None:
 def test_hashes_of_rows_outside_the_data_are_refused(bounds: list[int]) -> None:
     native = pytest.importorskip("dflash.data._row_hashes", reason="no compiler when the package was installed")
     with pytest.raises(ValueError, match="expected int64 that ascend within 8 bytes"):
-        native.blake2b_rows(b"12345678", np.array(bounds, np.int64))
+        native.blake2b_rows(b"12345678", np.array(bounds, np.int64).data)
