@@ -31,10 +31,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """What is kept of a tokenizer.json: the hash of its canonical form, and the digest of it without formatting."""
+    """What is kept of a tokenizer.json.
+
+    Attributes:
+        canonical: hash of its canonical form.
+        plain: digest of it without formatting.
+        ids: of the vocabulary and the added tokens; None where the vocabulary isn't a map of tokens to ids.
+    """
 
     canonical: hashlib._Hash
     plain: bytes
+    ids: frozenset[int] | None
 
 
 @dataclass(frozen=True)
@@ -83,10 +90,9 @@ class TargetTokenizer:
     @cached_property
     def known_ids(self) -> range | frozenset[int]:
         """Ids that are a token's; a vocabulary may have gaps."""
-        size = self.backend.get_vocab_size(with_added_tokens=True)
-        if all(self.backend.id_to_token(number) is not None for number in range(size)):  # each of `size` tokens has one
-            return range(size)
-        ids = frozenset(self.backend.get_vocab(with_added_tokens=True).values())
+        ids = self._rules.ids if self.is_its_definition else None  # at hand, while the backend would list them anew
+        if ids is None:
+            ids = frozenset(self.backend.get_vocab(with_added_tokens=True).values())
         largest = max(ids, default=-1)
         return range(largest + 1) if len(ids) == largest + 1 else ids
 
@@ -161,7 +167,7 @@ class TargetTokenizer:
         """Read once, since decoding and encoding the whole vocabulary takes most of a second."""
         rules = msgspec.json.decode(self._written if self.definition is None else self.definition.read_bytes())
         plain = hashlib.sha256(msgspec.json.encode(rules)).digest()  # before what doesn't decide the ids goes
-        return _Rules(hashlib.sha256(_canonical_json(rules)), plain)
+        return _Rules(hashlib.sha256(_canonical_json(rules)), plain, _ids(rules))
 
     @cached_property
     def _added(self) -> dict[int, Any]:
@@ -278,6 +284,13 @@ def _require_same_ids(name: str, definition: Path, loaded: Tokenizer) -> None:
                 f"{text!r} expected {expected[:12]}, found {found[:12]}. Its tokenizer_config.json names a class "
                 f"with other rules; set tokenizer_class to PreTrainedTokenizerFast."
             )
+
+
+def _ids(definition: dict[str, Any]) -> frozenset[int] | None:
+    vocabulary = definition.get("model", {}).get("vocab")
+    if not isinstance(vocabulary, dict):
+        return None
+    return frozenset([*vocabulary.values(), *(token["id"] for token in definition.get("added_tokens", ()))])
 
 
 def _canonical_json(definition: dict[str, Any]) -> bytes:
