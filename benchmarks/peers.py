@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import interleave
+from benchmarks.stages import make_shard
+from dflash.config import TokenizeOptions
 from dflash.data.completions import Completion, read_completions
 from dflash.data.tokenizer import TargetTokenizer, load_tokenizer
 
@@ -66,8 +68,9 @@ def measure_peers(folder: Path, tokenizer: Path, num_records: int, repetitions: 
     Args:
         folder: holds `batch`; the peers' files go beside it.
         tokenizer: folder of the tokenizer.
-        num_records: of the batch's first files; the encoder alone takes ten times as many, or its cache of words would
-            know them all by the second repetition.
+        num_records: of the batch's first files; the encoder alone, and our own way from a file to a shard in one
+            process that has loaded the tokenizer, take ten times as many, or the encoder's cache of words would know
+            them all by the second repetition.
         repetitions: of which medians are taken.
     """
     os.environ.update(RAYON_NUM_THREADS="1", FASTOKENS_BPE_THREADS="1", TOKENIZERS_PARALLELISM="false")
@@ -79,6 +82,7 @@ def measure_peers(folder: Path, tokenizer: Path, num_records: int, repetitions: 
         "datasets.map": lambda: datasets_map(part, tokenizer, folder / "peer"),
         "transformers loop, assistant mask": lambda: assistant_mask(part, tokenizer),
         "encoder alone": more,
+        "file to shard": lambda: make_shard(folder / "more" / "part.jsonl", folder, target, TokenizeOptions()),
     }
     if PEERS.is_dir():
         sys.path.append(str(PEERS))
@@ -86,7 +90,8 @@ def measure_peers(folder: Path, tokenizer: Path, num_records: int, repetitions: 
         candidates["datatrove's tokenizer, no mask"] = lambda: datatrove_step(texts, tokenizer, folder / "datatrove")
     costs = interleave(candidates, repetitions)
     found = {name: Limit(num_records, encoder.num_tokens, cost.cpu_s) for name, cost in costs.items()}
-    found["encoder alone"] = Limit(more.num_samples, more.num_tokens, costs["encoder alone"].cpu_s)
+    for name in ("encoder alone", "file to shard"):
+        found[name] = Limit(more.num_samples, more.num_tokens, costs[name].cpu_s)
     return found
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from benchmarks.measure import interleave
 from dflash.config import TokenizeOptions
 from dflash.data.completions import Completion, read_completions
+from dflash.data.plain_rows import PlainRows
 from dflash.data.row_plan import RowPlan, plan_row
 from dflash.data.shard_job import run_shard_job
 from dflash.data.shards import ShardWriter
@@ -40,13 +41,15 @@ def measure_stages(batch: Path, tokenizer: Path, repetitions: int) -> list[dict[
             "parse: limit": lambda: [jiter.from_json(line) for line in data.splitlines()],
             "render and split": lambda: _plans(completions, target, options),
             "render and split: limit": lambda: [text + "\n" for text in texts],
+            "parse, render and split natively": lambda: _read_rows(path, target, options),
+            "parse, render and split natively: limit": lambda: [jiter.from_json(line) for line in data.splitlines()],
             "encode, checked": lambda: encoder.encode_batch_flat(texts, allow_special=True),
             "encode, checked: limit": lambda: _unchecked(encoder, texts),
             "write and hash": lambda: _write(Path(name), rows),
             "write and hash: limit": lambda: (hashlib.sha256(ids).digest(), np.copy(ids)),
-            "parse to rows": lambda: tokenize_batch(_completions(path), target, options, encoder),
+            "parse to rows": lambda: tokenize_batch(_read_rows(path, target, options), target, options, encoder),
             "parse to rows: limit": lambda: _unchecked(encoder, texts),
-            "file to shard": lambda: _make_shard(path, Path(name), target, options),
+            "file to shard": lambda: make_shard(path, Path(name), target, options),
             "file to shard: limit": lambda: _unchecked(encoder, texts),
         }
         costs = interleave({key: _repeat(one) for key, one in work.items()}, repetitions)
@@ -84,12 +87,17 @@ def _plans(completions: list[Completion], target: TargetTokenizer, options: Toke
     return [plan_row(entry, target, options) for entry in completions]
 
 
+def _read_rows(path: Path, target: TargetTokenizer, options: TokenizeOptions) -> list[Any]:
+    """As a process of the pool reads: rows of plain records, by native code where it was compiled."""
+    return list(PlainRows(target, options).read(path, file="a"))
+
+
 def _unchecked(encoder: Any, texts: list[str]) -> object:
     encode = getattr(encoder, "encode_unchecked", encoder.encode_batch_flat)
     return encode(texts, allow_special=True)
 
 
-def _make_shard(path: Path, folder: Path, target: TargetTokenizer, options: TokenizeOptions) -> None:
+def make_shard(path: Path, folder: Path, target: TargetTokenizer, options: TokenizeOptions) -> None:
     """What a process of the pool does, from the downloaded file to the finished shard in the spool."""
     item = LocalInput(path.name, path, path.stat().st_size, None, "0" * 64, is_own=True)
     with tempfile.TemporaryDirectory(dir=folder) as spool:

@@ -5,7 +5,7 @@
 ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
-# For dflash/data/_plain_rows.c, in this stage alone; without it rows are planned in Python, at half the speed.
+# For the native code in dflash/data, in this stage alone.
 # Debian removes old versions from its archive, so that a pinned one would soon not install.
 # hadolint ignore=DL3008
 RUN apt-get update \

@@ -5,7 +5,7 @@
  * isn't even JSON, is handed back as a line for the general code in Python, which alone judges and explains. So this
  * file rejects nothing, and each of its rules may be stricter than the general one, never laxer.
  *
- * Texts are spans of UTF-8: of the line where a string has no escapes, else of an arena that a line's strings share.
+ * Texts are spans of UTF-8 in an arena that a line's strings share, without their escapes.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -16,13 +16,14 @@
 #include <string.h>
 
 enum {
-    MAX_MESSAGES = 64,      /* as template_trace.MAX_MESSAGES */
+    MAX_MESSAGES = 64,      /* as template_trace.MAX_MESSAGES; a test compares them */
     MAX_REGISTERS = 512,    /* of a program */
     MAX_KEYS = 32,          /* of an object */
     MAX_DEPTH = 16,         /* of a value in a field that isn't read */
     MAX_NUMBER = 64,        /* characters of a number */
     MAX_DIGITS = 18,        /* of an integer that is read: fits in 64 bits */
-    SCRIPT_CHARACTERS = 4096 /* as scripts.SAMPLE_CHARACTERS */
+    LINES_PER_CHECK = 256,  /* of which a row at least carries its line, to be made again */
+    KEPT_BYTES = 8 << 20    /* of a buffer after a block with a longer line */
 };
 
 typedef struct {
@@ -227,9 +228,10 @@ static bool run(const Program *program, Span *registers) {
             found = equals(text, step->argument);
             break;
         case IS_TRUE:
-        case NUM_FUNCTIONS:
             found = text.size > 0;
             break;
+        case NUM_FUNCTIONS: /* isn't a function */
+            return false;
         }
         if (found != step->expected)
             return false;
@@ -680,7 +682,7 @@ static PyStructSequence_Field ROW_FIELDS[] = {
     {"file", "name of the file"},
     {"line", "number of the line, from 1"},
     {"byte_offset", "of the line in the decompressed file"},
-    {"data", "the line, of the first row of a block, and where white space that was trimmed may have been sampled"},
+    {"data", "the line, of a row now and then, and where white space that was trimmed may have been sampled"},
     {NULL, NULL},
 };
 static PyStructSequence_Desc ROW_DESCRIPTION = {"dflash.data._plain_rows.PlainRow", "A record's row before encoding.",
@@ -692,7 +694,8 @@ typedef struct {
     Py_ssize_t num_programs;
     PyObject *kept;     /* list of what the programs point into */
     PyObject *controls; /* tuple of bytes: what control tokens begin with */
-    Py_ssize_t max_prompt_characters;
+    Py_ssize_t max_prompt_characters, script_characters;
+    Py_ssize_t lines_since_check;
     char *arena, *scratch;
     Py_ssize_t arena_size, scratch_size;
     PyObject *stop;
@@ -703,7 +706,6 @@ typedef struct {
     Span text;
     PyObject *file;
     Py_ssize_t number, byte_offset;
-    bool is_first; /* of the block's rows */
 } Line;
 
 /* The first characters of a text, at most `limit`; takes their number off the limit. */
@@ -799,18 +801,30 @@ static const Program *find_program(const Planner *planner, const Record *record,
 static PyObject *make_row(Planner *planner, const Record *record, const Program *program, const Span *registers,
                           const Line *line) {
     const Message *last = &record->messages[record->num_messages - 1];
-    Py_ssize_t limit = SCRIPT_CHARACTERS;
+    Py_ssize_t limit = planner->script_characters;
     Span trace_head = take_head(last->trace, &limit);
     Span heads[2] = {trace_head, take_head(last->content, &limit)};
     /* No script has more letters than there are characters outside ASCII, but Latin. */
     bool is_latin = has_more_letters(heads, count_not_ascii(heads[0]) + count_not_ascii(heads[1]));
     bool is_doubtful = record->output_tokens >= 0 && (is_white_at_an_end(last->trace) || is_white_at_an_end(last->content));
-    PyObject *row = PyStructSequence_New(PlainRow_Type);
-    if (row == NULL)
+    bool is_checked = planner->lines_since_check >= LINES_PER_CHECK;
+    PyObject *prompt = join(&program->prompt, registers, &planner->scratch, &planner->scratch_size);
+    if (prompt == NULL)
         return NULL;
+    if (PyUnicode_GET_LENGTH(prompt) > planner->max_prompt_characters) { /* it may not fit into the window */
+        Py_DECREF(prompt);
+        return NULL;
+    }
+    PyObject *response = join(&program->response, registers, &planner->scratch, &planner->scratch_size);
+    PyObject *row = response == NULL ? NULL : PyStructSequence_New(PlainRow_Type);
+    if (row == NULL) {
+        Py_DECREF(prompt);
+        Py_XDECREF(response);
+        return NULL;
+    }
     PyObject *fields[NUM_FIELDS] = {
-        [PROMPT] = join(&program->prompt, registers, &planner->scratch, &planner->scratch_size),
-        [RESPONSE] = join(&program->response, registers, &planner->scratch, &planner->scratch_size),
+        [PROMPT] = prompt,
+        [RESPONSE] = response,
         [ID] = record->has_id ? decode(record->id) : Py_NewRef(Py_None),
         [SOURCE] = record->has_source ? decode(record->source) : Py_NewRef(Py_None),
         [FINISH_REASON] = Py_NewRef(record->has_stop ? planner->stop : Py_None),
@@ -820,7 +834,7 @@ static PyObject *make_row(Planner *planner, const Record *record, const Program 
         [FILE_NAME] = Py_NewRef(line->file),
         [LINE] = PyLong_FromSsize_t(line->number),
         [BYTE_OFFSET] = PyLong_FromSsize_t(line->byte_offset),
-        [DATA] = line->is_first || is_doubtful ? PyBytes_FromStringAndSize(line->text.start, line->text.size) : Py_NewRef(Py_None),
+        [DATA] = is_checked || is_doubtful ? PyBytes_FromStringAndSize(line->text.start, line->text.size) : Py_NewRef(Py_None),
     };
     bool is_whole = true;
     for (int i = 0; i < NUM_FIELDS; i++) {
@@ -829,6 +843,8 @@ static PyObject *make_row(Planner *planner, const Record *record, const Program 
     }
     if (!is_whole)
         Py_CLEAR(row);
+    else if (is_checked)
+        planner->lines_since_check = 0;
     return row;
 }
 
@@ -846,18 +862,17 @@ static PyObject *plan_line(Planner *planner, const Line *line) {
     const Program *program = find_program(planner, &record, registers);
     if (program == NULL)
         return NULL;
-    PyObject *row = make_row(planner, &record, program, registers, line);
-    if (row != NULL && PyUnicode_GET_LENGTH(PyStructSequence_GetItem(row, PROMPT)) > planner->max_prompt_characters)
-        Py_CLEAR(row); /* it may not fit into the window */
-    return row;
+    return make_row(planner, &record, program, registers, line);
 }
 
 /* ---- The Planner type ---- */
 
-static PyObject *planner_new(PyTypeObject *type, PyObject *arguments, PyObject *Py_UNUSED(keywords)) {
+static PyObject *planner_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    static char *names[] = {"controls", "max_prompt_characters", "script_characters", NULL};
     PyObject *controls;
-    Py_ssize_t max_prompt_characters;
-    if (!PyArg_ParseTuple(arguments, "O!n:Planner", &PyTuple_Type, &controls, &max_prompt_characters))
+    Py_ssize_t max_prompt_characters, script_characters;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O!nn:Planner", names, &PyTuple_Type, &controls,
+                                     &max_prompt_characters, &script_characters))
         return NULL;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(controls); i++)
         if (!PyBytes_Check(PyTuple_GET_ITEM(controls, i)))
@@ -867,6 +882,8 @@ static PyObject *planner_new(PyTypeObject *type, PyObject *arguments, PyObject *
         return NULL;
     self->controls = Py_NewRef(controls);
     self->max_prompt_characters = max_prompt_characters;
+    self->script_characters = script_characters;
+    self->lines_since_check = LINES_PER_CHECK; /* the first row is checked */
     self->kept = PyList_New(0);
     self->stop = PyUnicode_InternFromString("stop");
     if (self->kept == NULL || self->stop == NULL)
@@ -911,7 +928,10 @@ static bool add_step(Planner *self, PyObject *item, Step *step, Py_ssize_t *num_
     }
     step->expected = expected == Py_True;
     if (is_cut_step) {
-        ++*num_registers;
+        if (++*num_registers > MAX_REGISTERS) {
+            PyErr_Format(PyExc_ValueError, "expected at most %d texts and cuts", MAX_REGISTERS);
+            return false;
+        }
         if (argument == Py_None)
             return true;
         if (!PyUnicode_Check(argument)) {
@@ -952,8 +972,8 @@ static bool add_pieces(Planner *self, PyObject *items, Pieces *pieces, Py_ssize_
 
 static bool fill_program(Planner *self, Program *program, PyObject *steps, PyObject *prompt, PyObject *response) {
     Py_ssize_t num_registers = program->num_texts;
-    if (num_registers < 0 || num_registers + PyTuple_GET_SIZE(steps) > MAX_REGISTERS) {
-        PyErr_Format(PyExc_ValueError, "expected at most %d registers", MAX_REGISTERS);
+    if (num_registers < 0 || num_registers > MAX_REGISTERS) {
+        PyErr_Format(PyExc_ValueError, "expected at most %d texts, found %zd", MAX_REGISTERS, num_registers);
         return false;
     }
     program->steps = PyMem_Calloc((size_t)PyTuple_GET_SIZE(steps) + 1, sizeof(Step));
@@ -998,6 +1018,7 @@ static PyObject *planner_add(PyObject *object, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
+/* Room for a line's strings. */
 static bool make_room(Planner *self, Py_ssize_t size) {
     if (size <= self->arena_size)
         return true;
@@ -1011,6 +1032,15 @@ static bool make_room(Planner *self, Py_ssize_t size) {
     return true;
 }
 
+/* Give back what one long line took. */
+static void shrink(char **buffer, Py_ssize_t *size) {
+    if (*size > KEPT_BYTES) {
+        PyMem_Free(*buffer);
+        *buffer = NULL;
+        *size = 0;
+    }
+}
+
 PyDoc_STRVAR(plan_doc, "plan(block, file, line, byte_offset)\n--\n\n"
                        "For each line of a block of whole lines: a PlainRow, or (start, end) in the block, newline not counted,\n"
                        "where the general code has to look at it.");
@@ -1019,7 +1049,7 @@ static PyObject *planner_plan(PyObject *object, PyObject *arguments) {
     Planner *self = (Planner *)object;
     const char *block;
     Py_ssize_t size, byte_offset;
-    Line line = {.is_first = true};
+    Line line = {.number = 0};
     if (!PyArg_ParseTuple(arguments, "y#Unn:plan", &block, &size, &line.file, &line.number, &byte_offset))
         return NULL;
     PyObject *result = PyList_New(0);
@@ -1030,10 +1060,9 @@ static PyObject *planner_plan(PyObject *object, PyObject *arguments) {
         const char *stop = newline == NULL ? end : newline;
         line.text = (Span){at, stop - at};
         line.byte_offset = byte_offset + (at - block);
+        self->lines_since_check++;
         PyObject *row = make_room(self, line.text.size) ? plan_line(self, &line) : NULL;
-        if (row != NULL)
-            line.is_first = false;
-        else if (!PyErr_Occurred())
+        if (row == NULL && !PyErr_Occurred())
             row = Py_BuildValue("nn", at - block, stop - block);
         int failed = row == NULL ? -1 : PyList_Append(result, row);
         Py_XDECREF(row);
@@ -1043,6 +1072,8 @@ static PyObject *planner_plan(PyObject *object, PyObject *arguments) {
         }
         at = stop + 1;
     }
+    shrink(&self->arena, &self->arena_size);
+    shrink(&self->scratch, &self->scratch_size);
     return result;
 }
 
@@ -1053,7 +1084,8 @@ static PyMethodDef PLANNER_METHODS[] = {
 };
 
 static PyType_Slot PLANNER_SLOTS[] = {
-    {Py_tp_doc, "Planner(controls, max_prompt_characters)\n--\n\nPlans rows of plain records by the programs it was given."},
+    {Py_tp_doc, "Planner(controls, max_prompt_characters, script_characters)\n--\n\n"
+                "Plans rows of plain records by the programs it was given."},
     {Py_tp_new, planner_new},
     {Py_tp_dealloc, planner_dealloc},
     {Py_tp_methods, PLANNER_METHODS},
@@ -1072,7 +1104,8 @@ PyMODINIT_FUNC PyInit__plain_rows(void) {
     PyObject *planner = PyType_FromSpec(&PLANNER_SPEC);
     PlainRow_Type = PyStructSequence_NewType(&ROW_DESCRIPTION);
     if (planner == NULL || PlainRow_Type == NULL || PyModule_AddObjectRef(module, "Planner", planner) < 0 ||
-        PyModule_AddObjectRef(module, "PlainRow", (PyObject *)PlainRow_Type) < 0)
+        PyModule_AddObjectRef(module, "PlainRow", (PyObject *)PlainRow_Type) < 0 ||
+        PyModule_AddIntMacro(module, MAX_MESSAGES) < 0 || PyModule_AddIntMacro(module, MAX_REGISTERS) < 0)
         Py_CLEAR(module);
     Py_XDECREF(planner);
     return module;

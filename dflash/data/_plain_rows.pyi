@@ -1,4 +1,7 @@
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
+
+MAX_MESSAGES: Final[int]
+MAX_REGISTERS: Final[int]
 
 class PlainRow(NamedTuple):
     prompt: str
@@ -15,7 +18,7 @@ class PlainRow(NamedTuple):
     data: bytes | None
 
 class Planner:
-    def __init__(self, controls: tuple[bytes, ...], max_prompt_characters: int, /) -> None: ...
+    def __init__(self, controls: tuple[bytes, ...], max_prompt_characters: int, script_characters: int) -> None: ...
     def add(
         self,
         shape: bytes,

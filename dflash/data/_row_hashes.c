@@ -147,8 +147,11 @@ static PyObject *blake2b_rows(PyObject *Py_UNUSED(module), PyObject *arguments) 
         is_good = places[i] <= places[i + 1];
     if (!is_good)
         PyErr_Format(PyExc_ValueError, "bounds: expected int64 that ascend within %zd bytes", data.len);
-    else if ((digests = PyBytes_FromStringAndSize(NULL, num_rows * DIGEST)) != NULL)
+    else if ((digests = PyBytes_FromStringAndSize(NULL, num_rows * DIGEST)) != NULL) {
+        Py_BEGIN_ALLOW_THREADS /* both buffers are held */
         hash_rows(data.buf, places, num_rows, PyBytes_AS_STRING(digests));
+        Py_END_ALLOW_THREADS
+    }
     PyBuffer_Release(&data);
     PyBuffer_Release(&bounds);
     return digests;

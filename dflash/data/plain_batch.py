@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,11 +26,11 @@ Counts = npt.NDArray[np.int64]
 def tokenize_plain_rows(
     rows: Mapping[int, PlainRow], tokenizer: TargetTokenizer, options: TokenizeOptions, encoder: Encoder | None
 ) -> BatchPart:
-    """Tokenize plain rows, given by their places in the batch, with one encode call.
+    """Tokenize plain rows, given by their places in the batch, with one encode call for all their texts.
 
     Raises:
-        TokenizerError: the one row that is made the general way too came out otherwise, or a fast encoder gives other
-            ids than the reference.
+        TokenizerError: a row that is made the general way too came out otherwise, or a fast encoder gives other ids
+            than the reference.
     """
     planned = list(rows.values())
     tokenizer.turn_programs.note_replays(len(planned))
@@ -52,9 +52,11 @@ def tokenize_plain_rows(
     flags[is_mismatch] |= RowFlag.OUTPUT_MISMATCH
     is_kept = (prompts < options.max_seq_len) & (loss >= options.min_loss_tokens)
     kept = np.flatnonzero(is_kept).tolist()
-    for index in kept:
-        if is_mismatch[index] and planned[index].data is not None:
-            flags[index] |= _verbatim_flag(planned[index], tokenizer, options, encoder)
+    doubtful = [index for index in kept if is_mismatch[index] and planned[index].data is not None]
+    sizes_verbatim = _verbatim_sizes([planned[index] for index in doubtful], tokenizer, options, encoder)
+    for index, size in zip(doubtful, sizes_verbatim, strict=True):
+        if size == planned[index].output_tokens:
+            flags[index] |= RowFlag.VERBATIM_WHITESPACE
     used = [planned[index] for index in kept]
     numbers = list(rows)
     return BatchPart(
@@ -79,13 +81,14 @@ def tokenize_plain_rows(
     )
 
 
-def _verbatim_flag(row: PlainRow, tokenizer: TargetTokenizer, options: TokenizeOptions, encoder: Encoder) -> RowFlag:
-    """VERBATIM_WHITESPACE where `output_tokens` says that white space which the template trimmed was sampled."""
-    verbatim = plan_generally(row, tokenizer, options).verbatim
-    if verbatim is None:
-        return RowFlag(0)
-    ids, _ = encoder.encode_batch_flat([verbatim.text], allow_special=verbatim.allow_special)
-    return RowFlag.VERBATIM_WHITESPACE if len(ids) == row.output_tokens else RowFlag(0)
+def _verbatim_sizes(
+    rows: Sequence[PlainRow], tokenizer: TargetTokenizer, options: TokenizeOptions, encoder: Encoder
+) -> list[int]:
+    """Tokens of each response if white space that the template trimmed was sampled; -1 where none was trimmed."""
+    plans = [plan_generally(row, tokenizer, options) for row in rows]
+    texts = [plan.verbatim.text for plan in plans if plan.verbatim is not None]
+    sizes = iter(np.diff(encoder.encode_batch_flat(texts, allow_special=True)[1]).tolist() if texts else ())
+    return [-1 if plan.verbatim is None else next(sizes) for plan in plans]
 
 
 def _reject(row: PlainRow, num_prompt_tokens: int, num_loss_tokens: int, options: TokenizeOptions) -> Reject:

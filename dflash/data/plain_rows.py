@@ -3,7 +3,8 @@
 Most records of a batch are alike: the usual fields, a conversation of texts, of a shape that the template has rendered
 before. For them `_plain_rows.c` does in one pass what reading, normalising and planning do in some seventy calls of
 Python. It is a short cut and nothing else: the programs that it replays are those of `turn_program`, found and proven
-here; a line that it doesn't understand comes back as it is; and one row of each batch is made both ways and compared.
+here; a line that it doesn't understand comes back as it is; and a row of each batch is made both ways and compared, one
+in 1,024 rows or so with Jinja too.
 Without a compiler at installation the module isn't there, and every record goes the general way, to the same rows.
 """
 
@@ -21,8 +22,8 @@ from dflash.data.lines import Block, Line, ReadLimits, iter_blocks
 from dflash.data.records import Completion, Reject, shown
 from dflash.data.row_plan import ENCODED_CHARACTERS, RowPlan, plan_row
 from dflash.data.rows import RowFlag
-from dflash.data.scripts import dominant_script
-from dflash.data.turn_program import TurnProgram
+from dflash.data.scripts import SAMPLE_CHARACTERS, dominant_script
+from dflash.data.turn_program import Shape, TurnProgram
 from dflash.errors import RecordError, TokenizerError
 
 if TYPE_CHECKING:
@@ -55,12 +56,17 @@ class PlainRows:
     def __init__(self, tokenizer: TargetTokenizer, options: TokenizeOptions) -> None:
         self._tokenizer = tokenizer
         self._num_programs = 0
+        self._left_out: set[Shape] = set()
         self._planner: Planner | None = None
         if _plain_rows is None:
             log.info("dflash.data._plain_rows wasn't compiled: rows are planned in Python, at about half the speed")
         elif options.loss_on == "last_turn" and not tokenizer.lead:
             controls = tuple(text.encode() for text in tokenizer.controls.beginnings)
-            self._planner = _plain_rows.Planner(controls, options.max_seq_len * ENCODED_CHARACTERS)
+            self._planner = _plain_rows.Planner(
+                controls,
+                max_prompt_characters=options.max_seq_len * ENCODED_CHARACTERS,
+                script_characters=SAMPLE_CHARACTERS,
+            )
 
     def read(
         self, path: Path, *, file: str, limits: ReadLimits = DEFAULT_LIMITS
@@ -105,15 +111,18 @@ class PlainRows:
     def _learn(self, planner: Planner) -> None:
         """Hand over the programs that were found since the last time, in their order."""
         found = self._tokenizer.turn_programs.found
-        for (kwargs, names), program in found[self._num_programs :]:
+        for shape, program in found[self._num_programs :]:
+            kwargs, names = shape
             kinds, steps = _kinds(names), _steps(program)
-            if kinds is None or steps is None:
-                continue
-            num_texts = sum(3 if kind == _TRACED_KIND else 1 for kind in kinds)
+            num_cuts = sum(step.expected is None for step in program.steps)
+            if kinds is None or steps is None or _num_texts(kinds) + num_cuts > _plain_rows.MAX_REGISTERS:
+                self._left_out.add(shape)
+            if kinds is None or steps is None or shape in self._left_out:
+                continue  # behind one that was left out too: the first program that fits has to be taken
             message = {"reasoning_content": ""} if kinds[-1] == _TRACED_KIND else {}
             for mark, given in _THINKING.items():
                 if key_of(self._tokenizer.template.turn_kwargs(given, message)) == kwargs:
-                    planner.add(mark + kinds, num_texts, steps, program.prompt, program.sampled)
+                    planner.add(mark + kinds, _num_texts(kinds), steps, program.prompt, program.sampled)
         self._num_programs = len(found)
 
 
@@ -165,6 +174,11 @@ def _kinds(names: Sequence[str]) -> bytes | None:
     messages = " ".join(names).split("role ")[1:]
     kinds = [_KINDS.get(message.strip()) for message in messages]
     return None if None in kinds else bytes(kind for kind in kinds if kind is not None)
+
+
+def _num_texts(kinds: bytes) -> int:
+    """Texts of a conversation; templates get a trace under two names."""
+    return sum(3 if kind == _TRACED_KIND else 1 for kind in kinds)
 
 
 def _steps(program: TurnProgram) -> tuple[tuple[str, int, str | None, bool | None], ...] | None:

@@ -81,7 +81,7 @@ def tokenize_batch(
     options: TokenizeOptions,
     encoder: Encoder | None = None,
 ) -> TokenizedBatch:
-    """Tokenize completions with one encode call for all their texts, and one for those of plain rows.
+    """Tokenize completions and rows of plain ones, the texts of either with one encode call.
 
     Args:
         entries: normalised records, and rows of plain ones.

@@ -96,6 +96,7 @@ class TurnPrograms:
 
     Attributes:
         found: all of them with their shapes, in the order in which they were found.
+        num_replays: how many turns they made here, native code aside.
     """
 
     def __init__(self) -> None:

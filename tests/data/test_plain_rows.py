@@ -26,6 +26,7 @@ from dflash.data.records import Completion, Reject
 from dflash.data.rows import RowFlag, TokenizedRows
 from dflash.data.shard_job import run_shard_job
 from dflash.data.spool import LocalInput, ShardJob
+from dflash.data.template_trace import MAX_MESSAGES
 from dflash.data.tokenize import tokenize_batch
 from dflash.data.tokenizer import TargetTokenizer, adapt_tokenizer, load_tokenizer
 from dflash.errors import TokenizerError
@@ -108,7 +109,7 @@ def assert_equal(
     assert batches[0].rejects == batches[1].rejects
     for name in COLUMNS:
         values = [getattr(batch.rows, name) for batch in batches]
-        assert [list(value) for value in values[:1]] == [list(value) for value in values[1:]], name
+        assert list(values[0]) == list(values[1]), name
         assert getattr(values[0], "dtype", None) == getattr(values[1], "dtype", None), name
     return [isinstance(entry, PlainRow) for entry in entries]
 
@@ -330,15 +331,13 @@ def test_trimmed_white_space_is_counted_as_the_general_way_counts_it(qwen36: Tar
 
 
 @pytest.mark.parametrize("field", ["prompt", "response", "source", "output_tokens", "is_thinking_only"])
-def test_a_row_that_differs_stops_the_run(
-    field: str, qwen36: TargetTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_differs_stops_the_run(field: str, qwen36: TargetTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "f.jsonl"
     path.write_bytes(to_lines(RECORD, RECORD))
     (row, other), _ = read_both(path, learned(qwen36))
     values = zip(PlainRow.__match_args__, row, strict=True)
     changed = PlainRow([1 if name == field else value for name, value in values])
-    assert row.data is not None, "the first row of a block can be made again"
+    assert row.data is not None, "the first row can be made again"
     assert other.data is None
     with pytest.raises(TokenizerError, match=r"f.jsonl, line 1: native code makes another row than Python"):
         tokenize_batch([other, changed], qwen36, OPTIONS, ByteEncoder())
@@ -396,3 +395,68 @@ def test_a_step_that_native_code_does_not_know_is_left_to_python(smollm2_tokeniz
     path = tmp_path / "f.jsonl"
     path.write_bytes(to_lines({**RECORD, "messages": [USER, BARE]}))
     assert assert_equal(*read_both(path, tokenizer), tokenizer) == [False]
+
+
+def test_each_batch_has_a_row_that_can_be_made_again(qwen36: TargetTokenizer, tmp_path: Path) -> None:
+    """Short lines too, of which a block holds thousands."""
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(to_lines(*[RECORD] * 3000))
+    entries, _ = read_both(path, learned(qwen36))
+    carried = [number for number, row in enumerate(entries) if row.data is not None]
+    assert carried == list(range(0, 3000, 256))
+
+
+def test_conversations_of_any_length_are_the_general_ways(qwen36_dir: Path, tmp_path: Path) -> None:
+    """As many messages as are traced, each with tests of its own: programs that native code has no room for too."""
+    loaded = PreTrainedTokenizerFast.from_pretrained(qwen36_dir)
+    tests = "".join(f"{{% if m.content.startswith('{sign}') %}}{sign}{{% endif %}}" for sign in "0123456789")
+    cuts = "".join(f"{{{{ (m.content.strip('{sign}'))[:0] if false else '' }}}}" for sign in "ab")
+    loaded.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n" + tests + cuts + "{{ m.content.strip() }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = adapt_tokenizer(loaded)
+    for turns_of_two in (1, 32):
+        completion = Completion(
+            "a", [USER, BARE] * turns_of_two, None, "stop", None, {}, None, None, None, None, "f", 1, 0
+        )
+        tokenize_batch([completion] * 4, tokenizer, OPTIONS, ByteEncoder())
+        path = tmp_path / "f.jsonl"
+        path.write_bytes(to_lines({**RECORD, "messages": [USER, BARE] * turns_of_two}))
+        assert assert_equal(*read_both(path, tokenizer), tokenizer) == [True]
+
+
+def test_a_program_with_too_many_cuts_is_left_to_python(
+    qwen36: TargetTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned(qwen36)
+    monkeypatch.setattr(plain_rows._plain_rows, "MAX_REGISTERS", 3)
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(to_lines(RECORD))
+    assert assert_equal(*read_both(path, qwen36), qwen36) == [False]
+
+
+@pytest.mark.parametrize(
+    ("steps", "prompt"),
+    [
+        ((("strip", 0, None, None),) * 600, ()),
+        ((("upper", 0, None, None),), ()),
+        ((("strip", 1, None, None),), ()),
+        ((("strip", 0, 1, None),), ()),
+        ((("strip", 0, None, True),), ()),
+        ((("contains", 0, "a", None),), ()),
+        ((("contains", 0, 7, True),), ()),
+        ((("contains", 0, "\ud800", True),), ()),
+        ((), (1,)),
+        ((), (-1,)),
+        ((), (None,)),
+    ],
+)
+def test_programs_that_make_no_sense_are_refused(steps: Any, prompt: Any) -> None:
+    planner = plain_rows._plain_rows.Planner((), max_prompt_characters=9, script_characters=9)
+    with pytest.raises((ValueError, TypeError)):
+        planner.add(b"nua", 1, steps, prompt, ())
+
+
+def test_limits_are_the_general_ways() -> None:
+    assert plain_rows._plain_rows.MAX_MESSAGES == MAX_MESSAGES
