@@ -55,6 +55,10 @@ cpu | gpu)
   pool=cpu
   [ "$image" = gpu ] && pool=b200
   run python "$here/docker/check_flows.py" "$here/deployments/prefect.yaml" "$pool"
+  if [ "$image" = cpu ] && command -v gcc >/dev/null; then
+    say "native code"
+    run python -c "import dflash.data._plain_rows, dflash.data._row_hashes"
+  fi
   if [ "$image" = cpu ]; then
     say "no torch"
     if run python -c "import torch" 2>/dev/null; then

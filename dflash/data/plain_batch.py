@@ -11,15 +11,14 @@ import numpy.typing as npt
 from dflash.config import TokenizeOptions
 from dflash.data.encoders import Encoder, Ids
 from dflash.data.plain_rows import plan_generally, script_of
-from dflash.data.records import Reject
+from dflash.data.records import Reject, sample_id_of
 from dflash.data.row_plan import prompt_too_long, too_few_loss_tokens
-from dflash.data.rows import BatchPart, RowFlag, TokenizedRows
+from dflash.data.rows import INT32_MAX, BatchPart, RowFlag, TokenizedRows, offsets_of
 
 if TYPE_CHECKING:
     from dflash.data._plain_rows import PlainRow
     from dflash.data.tokenizer import TargetTokenizer
 
-_INT32_MAX = 2**31 - 1
 Counts = npt.NDArray[np.int64]
 
 
@@ -45,7 +44,7 @@ def tokenize_plain_rows(
     lengths = np.minimum(prompts + sampled, options.max_seq_len)
     loss = lengths - prompts
     counted = [-1 if row.output_tokens is None else row.output_tokens for row in planned]
-    output_tokens = np.minimum(np.array(counted, np.int64), _INT32_MAX)
+    output_tokens = np.minimum(np.array(counted, np.int64), INT32_MAX)
     flags = np.where([row.is_thinking_only for row in planned], RowFlag.THINKING_ONLY, RowFlag(0))
     flags[lengths < prompts + sampled] |= RowFlag.WINDOW_CUT
     is_mismatch = (output_tokens >= 0) & (output_tokens != sampled)
@@ -62,9 +61,9 @@ def tokenize_plain_rows(
     return BatchPart(
         rows=TokenizedRows(
             ids=_ranges(ids, bounds[:-1:2][is_kept], lengths[is_kept]),
-            offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[is_kept], dtype=np.int64)]),
+            offsets=offsets_of(lengths[is_kept]),
             mask=_mask(prompts[is_kept], loss[is_kept]),
-            sample_ids=[f"{row.file}:{row.line}" if row.id is None else row.id for row in used],
+            sample_ids=[sample_id_of(row) for row in used],
             sources=[row.source or "" for row in used],
             num_loss_tokens=loss[is_kept].astype(np.int32),
             output_tokens=output_tokens[is_kept].astype(np.int32),

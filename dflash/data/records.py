@@ -125,7 +125,7 @@ class Completion(msgspec.Struct, frozen=True):
     @property
     def sample_id(self) -> str:
         """The record's id, else `file:line`."""
-        return self.id if self.id is not None else f"{self.file}:{self.line}"
+        return sample_id_of(self)
 
 
 class Reject(msgspec.Struct, frozen=True):
@@ -151,6 +151,11 @@ class Reject(msgspec.Struct, frozen=True):
     def of(cls, record: Completion | PlainRow, error: RecordError) -> Self:
         """The reject of a record that was read, by what was raised for it."""
         return cls(record.file, record.line, record.byte_offset, error.reason, error.message, record.id)
+
+
+def sample_id_of(record: Completion | PlainRow) -> str:
+    """The record's id, else `file:line`."""
+    return f"{record.file}:{record.line}" if record.id is None else record.id
 
 
 def bad_field(where: str, expected: str, found: object) -> RecordError:

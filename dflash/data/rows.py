@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from dflash.data.records import Reject
 
+INT32_MAX = 2**31 - 1
+
 
 class RowFlag(enum.IntFlag):
     """What is worth counting about a row; the bits are stored in a shard's index."""
@@ -91,6 +93,11 @@ class BatchPart:
     encoder: str
 
 
+def offsets_of(lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Where rows of these lengths begin, and where the last one ends: [n] to [n + 1]."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
 def put_in_order(parts: Sequence[BatchPart]) -> TokenizedRows:
     """Rows of all parts (at least one) by their places in the batch."""
     if len(parts) == 1:
@@ -100,7 +107,7 @@ def put_in_order(parts: Sequence[BatchPart]) -> TokenizedRows:
     ranges = [slice(*rows.offsets[number : number + 2].tolist()) for number in order]
     return TokenizedRows(
         ids=np.concatenate([rows.ids[:0], *(rows.ids[place] for place in ranges)]),
-        offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(np.diff(rows.offsets)[order], dtype=np.int64)]),
+        offsets=offsets_of(np.diff(rows.offsets)[order]),
         mask=np.concatenate([rows.mask[:0], *(rows.mask[place] for place in ranges)]),
         sample_ids=[rows.sample_ids[number] for number in order],
         sources=[rows.sources[number] for number in order],
@@ -117,7 +124,7 @@ def join_rows(parts: Sequence[TokenizedRows]) -> TokenizedRows:
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])
     return TokenizedRows(
         ids=np.concatenate([part.ids for part in parts]),
-        offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
+        offsets=offsets_of(lengths),
         mask=np.concatenate([part.mask for part in parts]),
         sample_ids=[value for part in parts for value in part.sample_ids],
         sources=[value for part in parts for value in part.sources],

@@ -16,7 +16,7 @@ from dflash.data.encoders import Encoder, HuggingFaceEncoder, Ids
 from dflash.data.plain_batch import tokenize_plain_rows
 from dflash.data.records import Completion, Reject
 from dflash.data.row_plan import RowPlan, Segment, plan_row, prompt_too_long, require_unicode, too_few_loss_tokens
-from dflash.data.rows import BatchPart, RowFlag, TokenizedRows, put_in_order
+from dflash.data.rows import INT32_MAX, BatchPart, RowFlag, TokenizedRows, offsets_of, put_in_order
 from dflash.data.scripts import dominant_script
 from dflash.data.tokenizer import TargetTokenizer, adapt_tokenizer
 from dflash.errors import RecordError
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from dflash.data._plain_rows import PlainRow
-
-_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +267,7 @@ def _flag_verbatim(rows: Sequence[_Row], encoder: Encoder, lead: Sequence[int]) 
 
 def _join(rows: Sequence[_Row], ids: Ids) -> TokenizedRows:
     """Rows of the batch from the ids of all segments, without a copy where every row is there whole."""
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([row.end - row.start for row in rows], out=offsets[1:])
+    offsets = offsets_of([row.end - row.start for row in rows])
     if offsets[-1] != len(ids):
         ids = _concatenated([ids[row.start : row.end] for row in rows])
     mask: npt.NDArray[np.bool_] = np.zeros(len(ids), np.bool_)
@@ -286,7 +283,7 @@ def _join(rows: Sequence[_Row], ids: Ids) -> TokenizedRows:
         sources=[completion.source or "" for completion in completions],
         num_loss_tokens=np.array([sum(end - start for start, end in row.spans) for row in rows], np.int32),
         output_tokens=np.array(
-            [-1 if row.output_tokens is None else min(row.output_tokens, _INT32_MAX) for row in completions], np.int32
+            [-1 if row.output_tokens is None else min(row.output_tokens, INT32_MAX) for row in completions], np.int32
         ),
         finish_reasons=[completion.finish_reason or "" for completion in completions],
         flags=np.array([row.flags for row in rows], np.uint16),
