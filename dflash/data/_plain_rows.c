@@ -696,6 +696,7 @@ typedef struct {
     PyObject *controls; /* tuple of bytes: what control tokens begin with */
     Py_ssize_t max_prompt_characters, script_characters;
     Py_ssize_t lines_since_check;
+    bool is_busy; /* a finalizer that runs meanwhile must not move the buffers */
     char *arena, *scratch;
     Py_ssize_t arena_size, scratch_size;
     PyObject *stop;
@@ -915,6 +916,10 @@ static bool keep_text(Planner *self, PyObject *object, Span *text) {
 static bool add_step(Planner *self, PyObject *item, Step *step, Py_ssize_t *num_registers) {
     const char *name;
     PyObject *argument, *expected;
+    if (!PyTuple_Check(item)) {
+        PyErr_Format(PyExc_TypeError, "expected a step as a tuple, found %R", item);
+        return false;
+    }
     if (!PyArg_ParseTuple(item, "snOO:step", &name, &step->source, &argument, &expected))
         return false;
     for (step->function = STRIP; step->function < NUM_FUNCTIONS; step->function++)
@@ -996,8 +1001,16 @@ PyDoc_STRVAR(add_doc, "add(shape, num_texts, steps, prompt, response)\n--\n\n"
                       "s, d, u, t, a, or A for the assistant with a trace. A step is (function, register, argument, expected).\n"
                       "A piece is text or the number of a register.");
 
+static bool refuse_when_busy(const Planner *self) {
+    if (self->is_busy)
+        PyErr_SetString(PyExc_RuntimeError, "this planner is at work: give each thread one of its own");
+    return self->is_busy;
+}
+
 static PyObject *planner_add(PyObject *object, PyObject *arguments) {
     Planner *self = (Planner *)object;
+    if (refuse_when_busy(self))
+        return NULL;
     PyObject *shape, *steps, *prompt, *response;
     Program program = {0};
     if (!PyArg_ParseTuple(arguments, "SnO!O!O!:add", &shape, &program.num_texts, &PyTuple_Type, &steps, &PyTuple_Type, &prompt,
@@ -1045,8 +1058,7 @@ PyDoc_STRVAR(plan_doc, "plan(block, file, line, byte_offset)\n--\n\n"
                        "For each line of a block of whole lines: a PlainRow, or (start, end) in the block, newline not counted,\n"
                        "where the general code has to look at it.");
 
-static PyObject *planner_plan(PyObject *object, PyObject *arguments) {
-    Planner *self = (Planner *)object;
+static PyObject *plan_block(Planner *self, PyObject *arguments) {
     const char *block;
     Py_ssize_t size, byte_offset;
     Line line = {.number = 0};
@@ -1074,6 +1086,16 @@ static PyObject *planner_plan(PyObject *object, PyObject *arguments) {
     }
     shrink(&self->arena, &self->arena_size);
     shrink(&self->scratch, &self->scratch_size);
+    return result;
+}
+
+static PyObject *planner_plan(PyObject *object, PyObject *arguments) {
+    Planner *self = (Planner *)object;
+    if (refuse_when_busy(self))
+        return NULL;
+    self->is_busy = true;
+    PyObject *result = plan_block(self, arguments);
+    self->is_busy = false;
     return result;
 }
 

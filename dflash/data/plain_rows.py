@@ -183,6 +183,8 @@ def _num_texts(kinds: bytes) -> int:
 
 def _steps(program: TurnProgram) -> tuple[tuple[str, int, str | None, bool | None], ...] | None:
     """Steps as native code takes them; None where one isn't known there, such as a look at a given place."""
+    if not all(isinstance(piece, int) or _is_text(piece) for piece in (*program.prompt, *program.response)):
+        return None
     steps = []
     for step in program.steps:
         argument, *others = step.arguments or (None,)

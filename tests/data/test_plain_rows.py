@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import random
@@ -460,3 +461,51 @@ def test_programs_that_make_no_sense_are_refused(steps: Any, prompt: Any) -> Non
 
 def test_limits_are_the_general_ways() -> None:
     assert plain_rows._plain_rows.MAX_MESSAGES == MAX_MESSAGES
+
+
+def test_half_a_surrogate_pair_in_a_template_rejects_as_the_general_way(
+    smollm2_tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    loaded = PreTrainedTokenizerFast.from_pretrained(smollm2_tokenizer_dir)
+    loaded.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{{ '\\ud800' }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{{ '\\ud800' }}\n{% endif %}"
+    )
+    tokenizer = learned(adapt_tokenizer(loaded))
+    assert tokenizer.turn_programs.found, "there is a program that native code can't have"
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(to_lines({**RECORD, "messages": [USER, BARE]}))
+    assert assert_equal(*read_both(path, tokenizer), tokenizer) == [False]
+    (reject,) = tokenize_batch(read_both(path, tokenizer)[0], tokenizer, OPTIONS).rejects
+    assert reject.reason == "invalid_unicode"
+
+
+def test_a_planner_at_work_refuses_more(qwen36: TargetTokenizer, tmp_path: Path) -> None:
+    """A finalizer that runs while rows are made would move the texts that they are made of."""
+    learned(qwen36)
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(to_lines(*[RECORD] * 500))
+    reader = PlainRows(qwen36, OPTIONS)
+    assert len(list(reader.read(path, file="f"))) == 500
+    refused: list[str] = []
+
+    class Finalized:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            try:
+                reader._planner.plan(b"x" * 100_000, "f", 1, 0)  # type: ignore[union-attr]
+            except RuntimeError as error:
+                refused.append(str(error))
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20)
+    try:
+        for _ in range(50):
+            Finalized()
+            assert reader._planner is not None
+            assert len(reader._planner.plan(path.read_bytes(), "f", 1, 0)) == 500
+    finally:
+        gc.set_threshold(*thresholds)
+    assert refused
