@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 # A batch ends at either: enough for one batched encode call to pay, little enough to bound memory.
 RECORDS_PER_BATCH = 512
+RECORDS_PER_FIRST_BATCH = 32  # the shapes that it shows are planned natively from then on
 BYTES_PER_BATCH = 32 << 20
 
 
@@ -188,13 +189,15 @@ def _require_unchanged(item: LocalInput) -> None:
 
 def _batches(entries: Iterable[Completion | PlainRow]) -> Iterator[list[Completion | PlainRow]]:
     """Cut the stream into batches bounded in records and in bytes; a batch never spans two files."""
+    max_records = RECORDS_PER_FIRST_BATCH
     batch: list[Completion | PlainRow] = []
     for entry in entries:
         other_file = batch and batch[-1].file != entry.file
         too_large = batch and entry.byte_offset - batch[0].byte_offset > BYTES_PER_BATCH
-        if len(batch) == RECORDS_PER_BATCH or other_file or too_large:
+        if len(batch) == max_records or other_file or too_large:
             yield batch
             batch = []
+            max_records = RECORDS_PER_BATCH
         batch.append(entry)
     if batch:
         yield batch
