@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash.config import TokenizeOptions
 from dflash.data import plain_rows
-from dflash.data.completions import read_completions
+from dflash.data.completions import normalise_record, read_completions
 from dflash.data.encoders import Ids, Offsets
 from dflash.data.lines import ReadLimits
 from dflash.data.plain_rows import PlainRows
@@ -67,7 +67,7 @@ def target(request: pytest.FixtureRequest) -> TargetTokenizer:
 
 def learned(tokenizer: TargetTokenizer) -> TargetTokenizer:
     completions = [
-        Completion("a", [*shape], None, "stop", None, kwargs, None, None, None, None, "f", 1, 0)
+        normalise_record({"messages": shape, "finish_reason": "stop", "chat_template_kwargs": kwargs})
         for shape in SHAPES
         for kwargs in THINKING
     ]
