@@ -38,11 +38,11 @@ def measure_stages(batch: Path, tokenizer: Path, repetitions: int) -> list[dict[
     with tempfile.TemporaryDirectory() as name:
         work: dict[str, Callable[[], object]] = {
             "parse": lambda: list(read_completions(path, file="a")),
-            "parse: limit": lambda: [jiter.from_json(line) for line in data.splitlines()],
+            "parse: limit": lambda: _parse_alone(data),
             "render and split": lambda: _plans(completions, target, options),
             "render and split: limit": lambda: [text + "\n" for text in texts],
             "parse, render and split natively": lambda: _read_rows(path, target, options),
-            "parse, render and split natively: limit": lambda: [jiter.from_json(line) for line in data.splitlines()],
+            "parse, render and split natively: limit": lambda: _parse_alone(data),
             "encode, checked": lambda: encoder.encode_batch_flat(texts, allow_special=True),
             "encode, checked: limit": lambda: _unchecked(encoder, texts),
             "write and hash": lambda: _write(Path(name), rows),
@@ -85,6 +85,10 @@ def _completions(path: Path) -> list[Completion]:
 
 def _plans(completions: list[Completion], target: TargetTokenizer, options: TokenizeOptions) -> list[RowPlan]:
     return [plan_row(entry, target, options) for entry in completions]
+
+
+def _parse_alone(data: bytes) -> list[Any]:
+    return [jiter.from_json(line) for line in data.splitlines()]
 
 
 def _read_rows(path: Path, target: TargetTokenizer, options: TokenizeOptions) -> list[Any]:

@@ -207,13 +207,9 @@ static bool run(const Program *program, Span *registers) {
         bool found = false;
         switch (step->function) {
         case STRIP:
-            registers[next++] = strip(text, &step->set, true, true);
-            continue;
         case LSTRIP:
-            registers[next++] = strip(text, &step->set, true, false);
-            continue;
         case RSTRIP:
-            registers[next++] = strip(text, &step->set, false, true);
+            registers[next++] = strip(text, &step->set, step->function != RSTRIP, step->function != LSTRIP);
             continue;
         case STARTSWITH:
             found = starts_with(text, step->argument);
@@ -239,13 +235,15 @@ static bool run(const Program *program, Span *registers) {
     return true;
 }
 
+static inline Span text_of(const Piece *piece, const Span *registers) {
+    return piece->source < 0 ? piece->literal : registers[piece->source];
+}
+
 /* The pieces as one Python string; the result of `run` is in the registers. */
 static PyObject *join(const Pieces *pieces, const Span *registers, char **scratch, Py_ssize_t *capacity) {
     Py_ssize_t size = 0;
-    for (Py_ssize_t i = 0; i < pieces->count; i++) {
-        const Piece *piece = &pieces->items[i];
-        size += (piece->source < 0 ? piece->literal : registers[piece->source]).size;
-    }
+    for (Py_ssize_t i = 0; i < pieces->count; i++)
+        size += text_of(&pieces->items[i], registers).size;
     if (size > *capacity) {
         char *larger = PyMem_Realloc(*scratch, (size_t)size);
         if (larger == NULL)
@@ -255,8 +253,7 @@ static PyObject *join(const Pieces *pieces, const Span *registers, char **scratc
     }
     char *out = *scratch;
     for (Py_ssize_t i = 0; i < pieces->count; i++) {
-        const Piece *piece = &pieces->items[i];
-        Span text = piece->source < 0 ? piece->literal : registers[piece->source];
+        Span text = text_of(&pieces->items[i], registers);
         memcpy(out, text.start, (size_t)text.size);
         out += text.size;
     }

@@ -89,24 +89,21 @@ class PlainRows:
             return
         with open_completions(path, file) as raw:
             for piece in iter_blocks(raw, file, limits):
-                if isinstance(piece, Line):
-                    entry = read_line(piece, file)
+                for found in (piece,) if isinstance(piece, Line) else self._plan(self._planner, piece, file):
+                    entry = read_line(found, file) if isinstance(found, Line) else found
                     if entry is not None:
                         yield entry
-                else:
-                    yield from self._read_block(self._planner, piece, file)
 
-    def _read_block(self, planner: Planner, block: Block, file: str) -> Iterator[PlainRow | Completion | Reject]:
+    def _plan(self, planner: Planner, block: Block, file: str) -> Iterator[PlainRow | Line]:
+        """A row for each plain line of a block, and the others as they are."""
         self._learn(planner)
         found = planner.plan(block.data, file, block.number, block.byte_offset)
         for number, item in enumerate(found, block.number):
             if len(item) != 2:
                 yield item
-                continue
-            start, end = item
-            entry = read_line(Line(number, block.byte_offset + start, block.data[start:end], "newline"), file)
-            if entry is not None:
-                yield entry
+            else:
+                start, end = item
+                yield Line(number, block.byte_offset + start, block.data[start:end], "newline")
 
     def _learn(self, planner: Planner) -> None:
         """Hand over the programs that were found since the last time, in their order."""
