@@ -225,7 +225,7 @@ def _share(count: int, total: int) -> str:
 
 
 def _data_uri(picture: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(picture).decode()
+    return "data:image/svg+xml;base64," + base64.b64encode(picture).decode()
 
 
 def _html(text: str) -> str:
