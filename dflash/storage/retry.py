@@ -19,7 +19,8 @@ class TransferLimits:
     """Sizes, deadlines and retries of S3 transfers.
 
     Attributes:
-        multipart_threshold_bytes: larger uploads go in parts; smaller ones are one conditional PUT held in memory.
+        multipart_threshold_bytes: smaller uploads are one conditional PUT held in memory.
+        whole_file_bytes: larger ones go in parts; a file between the two of known SHA-256 is one streamed PUT.
         part_bytes: size of an uploaded part; S3 refuses parts under 5 MiB other than the last.
         copy_threshold_bytes: larger server-side copies go in parts; S3 refuses single copies over 5 GiB.
         copy_part_bytes: size of a copied part.
@@ -34,6 +35,7 @@ class TransferLimits:
     """
 
     multipart_threshold_bytes: int = 32 * _MIB
+    whole_file_bytes: int = 1024 * _MIB
     part_bytes: int = 16 * _MIB
     copy_threshold_bytes: int = 5 * 1024 * _MIB
     copy_part_bytes: int = 512 * _MIB

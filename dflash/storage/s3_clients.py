@@ -1,4 +1,4 @@
-"""How the two S3 clients are set up: obstore for bytes, botocore for listings, copies and multipart uploads.
+"""How the two S3 clients are set up: obstore for bytes, botocore for listings, copies and large uploads.
 
 obstore is the fastest client measured and checks what it uploads, but it can neither see nor abort uploads, copy over
 5 GB nor complete an upload conditionally. Neither client verifies downloads to our satisfaction: `s3.py` does.

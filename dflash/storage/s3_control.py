@@ -1,4 +1,4 @@
-"""What obstore can't do on S3: complete listings, uploads in parts, copies by the server, unfinished uploads."""
+"""What obstore can't do on S3: complete listings, large uploads, copies by the server, unfinished uploads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dflash.errors import IntegrityError, ObjectNotFoundError, PreconditionError
+from dflash.errors import IntegrityError, ObjectNotFoundError, PreconditionError, StorageError
+from dflash.storage.files import Digest, check_digest, digest_chunks, file_chunks, os_errors_as_storage_errors
 from dflash.storage.location import Location, check_key
 from dflash.storage.retry import TransferLimits, retry
 from dflash.storage.s3_clients import S3Credentials, open_botocore
@@ -86,6 +87,37 @@ class S3Control:
                 return False
             raise
         return True
+
+    def put_file(self, key: str, path: Path, digest: Digest) -> Check | None:
+        """Send a file in one conditional request, whose SHA-256 the server compares before it stores anything.
+
+        Returns:
+            By what the content was checked, `size` where the server told nothing; None where the key was taken.
+
+        Raises:
+            IntegrityError: the file has another digest.
+        """
+        checksum = base64.b64encode(bytes.fromhex(digest.sha256)).decode()
+
+        def send() -> Check:
+            with os_errors_as_storage_errors(f"source {path}"):
+                body = path.open("rb")
+            with body:
+                reply = self._slow_client().put_object(
+                    **self._target(key), Body=body, ChecksumSHA256=checksum, IfNoneMatch="*"
+                )
+            return "sha256" if reply.get("ChecksumSHA256") == checksum else "size"
+
+        try:
+            checked_by = self._run(key, send)
+        except PreconditionError:
+            return None
+        except StorageError:
+            found = digest_chunks(file_chunks(path))  # damaged here, or on the way?
+            check_digest(f"source of {self._uri(key)}", found, size=digest.size, sha256=digest.sha256)
+            raise
+        self._counters.add(TransferCounts(bytes_up=digest.size))
+        return checked_by
 
     def copy(self, source: ObjectInfo, target: Location, target_key: str, sha256: str | None) -> Transfer:
         """Copy on the server, pinned to the version that was looked at; a whole copy that is there already is kept."""

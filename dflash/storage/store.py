@@ -155,7 +155,8 @@ class Store(ABC):
 
         Objects over `TransferLimits.multipart_threshold_bytes` need keys named after their content: one that is there
         is compared by size alone (a rerun must be cheap), and servers check the condition of a multipart completion
-        without being atomic (measured on SeaweedFS: of writers with different content two reported success).
+        without being atomic (measured on SeaweedFS: of writers with different content two reported success). A file
+        whose digest is given goes in one request, where the server compares the two, up to `whole_file_bytes`.
 
         Args:
             key: the object.

@@ -38,12 +38,13 @@ class Fault:
 
 @dataclass(slots=True)
 class Proxy:
-    """A running proxy: where it listens, its faults, and all requests that it saw."""
+    """A running proxy: where it listens, its faults, all requests that it saw, and whether replies tell digests."""
 
     credentials: S3Credentials
     faults: list[Fault] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    tells_digests: bool = True
 
     def take(self, request: str) -> Kind | None:
         with self.lock:
@@ -108,6 +109,8 @@ class _Handler(BaseHTTPRequestHandler):
         reply = upstream.getresponse()
         data = reply.read()
         headers = {k: v for k, v in reply.getheaders() if k.lower() not in {"transfer-encoding", "connection"}}
+        if not self.proxy.tells_digests:
+            headers = {k: v for k, v in headers.items() if not k.lower().startswith("x-amz-checksum")}
         upstream.close()
         self.damage(kind, reply.status, headers, data)
 

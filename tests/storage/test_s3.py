@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +15,7 @@ from pydantic import SecretStr, ValidationError
 
 from dflash.errors import IntegrityError, StorageError, UsageError
 from dflash.storage import S3Credentials, S3Store, Store, TransferLimits, UploadInfo, open_store
+from dflash.storage.files import file_sha256
 from embedded.seaweedfs import SeaweedServer
 
 MIB = 1 << 20
@@ -62,6 +65,51 @@ def test_large_files_go_in_parts_and_come_back_whole(parts_store: Store, tmp_pat
     assert copied.checked_by == "sha256"
     assert parts_store.read("copy") == source.read_bytes()
     assert parts_store.list_uploads() == ()
+
+
+def test_a_large_file_of_known_digest_is_one_object_that_the_server_compared(
+    parts_store: Store, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(12 * MIB))
+    sha256 = file_sha256(source)
+    with pytest.raises(IntegrityError, match=r"source of .*big: expected sha256 0000"):
+        parts_store.put_if_absent("big", source, sha256="0" * 64)
+    assert parts_store.list() == []
+    assert parts_store.put_if_absent("big", source, sha256=sha256)
+    assert not parts_store.put_if_absent("big", source, sha256=sha256)
+    assert parts_store.download("big", tmp_path / "back").checked_by == "etag"
+    assert parts_store.copy("big", parts_store, "copy", size=12 * MIB, sha256=sha256).checked_by == "sha256"
+    assert parts_store.counters.snapshot().bytes_up == 12 * MIB
+    assert (tmp_path / "back").read_bytes() == source.read_bytes()
+
+
+def test_larger_files_than_one_request_takes_go_in_parts(parts_store: Store, tmp_path: Path) -> None:
+    assert isinstance(parts_store, S3Store)
+    limits = dataclasses.replace(IN_PARTS, whole_file_bytes=7 * MIB)
+    store = S3Store(parts_store.location, parts_store.credentials, limits)
+    for size, etag in ((7 * MIB, r"\w{32}"), (7 * MIB + 1, r"\w{32}-2")):
+        source = tmp_path / "source"
+        source.write_bytes(bytes(size))
+        store.put_if_absent(f"of-{size}", source, sha256=file_sha256(source))
+        assert re.fullmatch(etag, store.head(f"of-{size}").etag or "")
+
+
+def test_of_files_that_race_for_a_key_one_wins(parts_store: Store, tmp_path: Path) -> None:
+    sources = [tmp_path / str(writer) for writer in range(4)]
+    for writer, source in enumerate(sources):
+        source.write_bytes(bytes([writer]) * (7 * MIB))
+
+    def put(source: Path) -> bool:
+        try:
+            return parts_store.put_if_absent("big", source, sha256=file_sha256(source))
+        except IntegrityError:
+            return False
+
+    with ThreadPoolExecutor(len(sources)) as pool:
+        won = list(pool.map(put, sources))
+    assert sum(won) == 1
+    assert parts_store.read("big") == sources[won.index(True)].read_bytes()
 
 
 @pytest.mark.parametrize("is_same", [True, False])

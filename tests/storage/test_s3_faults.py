@@ -12,6 +12,7 @@ import pytest
 
 from dflash.errors import IntegrityError, ObjectNotFoundError, PreconditionError, StorageError
 from dflash.storage import S3Store, Store, TransferLimits, open_store
+from dflash.storage.files import file_sha256
 from embedded.seaweedfs import SeaweedServer
 from tests.storage.proxy import Fault, Kind, Proxy, run_proxy
 
@@ -148,6 +149,48 @@ def test_an_upload_in_parts_that_fails_leaves_nothing(proxy: Proxy, faulty: Stor
         faulty.put_if_absent("big", DATA * 40)
     assert direct.list_uploads() == ()
     assert direct.list() == []
+
+
+@pytest.fixture
+def large_file(tmp_path: Path) -> tuple[Path, str]:
+    """A file that one request takes, and its SHA-256."""
+    path = tmp_path / "large"
+    path.write_bytes(DATA * 40)
+    return path, file_sha256(path)
+
+
+@pytest.mark.parametrize("kind", ["lose_reply", "flip_up", "unavailable", "reset", "error_200"])
+def test_a_file_in_one_request_survives(
+    proxy: Proxy, faulty: Store, direct: Store, large_file: tuple[Path, str], kind: Kind
+) -> None:
+    path, sha256 = large_file
+    proxy.faults.append(Fault(kind, "^PUT .*/big$"))
+    faulty.put_if_absent("big", path, sha256=sha256)
+    assert proxy.faults[0].times == 0
+    assert direct.verify("big", sha256=sha256).size == path.stat().st_size
+
+
+def test_a_file_that_is_always_damaged_on_its_way_is_not_stored(
+    proxy: Proxy, faulty: Store, direct: Store, large_file: tuple[Path, str]
+) -> None:
+    path, sha256 = large_file
+    proxy.faults.append(Fault("flip_up", "^PUT .*/big$", times=ALWAYS))
+    with pytest.raises(StorageError, match="big"):
+        faulty.put_if_absent("big", path, sha256=sha256)
+    assert direct.list() == []
+
+
+def test_a_file_is_read_back_where_the_server_tells_nothing_of_its_digest(
+    proxy: Proxy, faulty: Store, direct: Store, large_file: tuple[Path, str]
+) -> None:
+    path, sha256 = large_file
+    proxy.tells_digests = False
+    assert faulty.put_if_absent("big", path, sha256=sha256)
+    assert any(request.startswith("GET ") and request.endswith("/big") for request in proxy.requests)
+    proxy.faults.append(Fault("flip_down", "^GET .*/other$", times=ALWAYS))
+    with pytest.raises(IntegrityError, match="other"):
+        faulty.put_if_absent("other", path, sha256=sha256)
+    assert [info.key for info in direct.list()] == ["big"]
 
 
 @pytest.mark.parametrize("size", [300_000, 12_000_000])
