@@ -88,8 +88,12 @@ def test_bytes_depend_on_rows_alone_and_round_trip(
     assert index["flags"].to_pylist() == rows.flags.tolist()
 
 
-def test_digest_and_size_are_those_of_the_file(tmp_path: Path) -> None:
-    written = write(tmp_path, [make_rows([5] * 20)])
+@pytest.mark.parametrize("lengths", [[5] * 20, [700_000, 3]], ids=["small", "in pieces"])
+def test_digest_and_size_are_those_of_the_file(tmp_path: Path, lengths: list[int]) -> None:
+    rows = make_rows(lengths)
+    written = write(tmp_path, [rows])
+    (batch, *_) = read_batches(written.shard.path)
+    assert batch["input_ids"].flatten().to_numpy().tolist() == rows.ids[: sum(lengths[:7])].tolist()
     for file in (written.shard, written.index):
         data = file.path.read_bytes()
         assert (hashlib.sha256(data).hexdigest(), len(data)) == (file.sha256, file.num_bytes)
