@@ -37,11 +37,13 @@ class _Rules:
         canonical: hash of its canonical form.
         plain: digest of it without formatting.
         ids: of the vocabulary and the added tokens; None where the vocabulary isn't a map of tokens to ids.
+        joined: the file with each merge as one text, for the fast encoder.
     """
 
     canonical: hashlib._Hash
     plain: bytes
     ids: frozenset[int] | None
+    joined: str
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class TargetTokenizer:
         digest.update(msgspec.json.encode([added, sorted(self.special_tokens.items())]))
         return digest.hexdigest()
 
-    @property
+    @cached_property
     def is_its_definition(self) -> bool:
         """Whether the backend, written down, is its tokenizer.json to the letter; white space aside."""
         return self._rules.plain == hashlib.sha256(self._written.encode()).digest()
@@ -149,7 +151,8 @@ class TargetTokenizer:
     def prepare_encoder(self) -> None:
         """Choose the encoder for bulk work before there is a sample of it; `encoder_for` completes the proof."""
         if not self._choices:
-            self._choices.append(choose_encoder(self.backend, self._written))
+            definition = self._rules.joined if self.is_its_definition else self._written
+            self._choices.append(choose_encoder(self.backend, definition))
 
     def encoder_for(self, sample: Sequence[str]) -> EncoderChoice:
         """The encoder for bulk work: chosen once, with the first `sample` among the texts of the proof."""
@@ -167,7 +170,8 @@ class TargetTokenizer:
         """Read once, since decoding and encoding the whole vocabulary takes most of a second."""
         rules = msgspec.json.decode(self._written if self.definition is None else self.definition.read_bytes())
         plain = hashlib.sha256(msgspec.json.encode(rules)).digest()  # before what doesn't decide the ids goes
-        return _Rules(hashlib.sha256(_canonical_json(rules)), plain, _ids(rules))
+        canonical = hashlib.sha256(_canonical_json(rules))
+        return _Rules(canonical, plain, _ids(rules), _with_joined_merges(rules))
 
     @cached_property
     def _added(self) -> dict[int, Any]:
@@ -301,3 +305,16 @@ def _canonical_json(definition: dict[str, Any]) -> bytes:
     if merges and isinstance(merges[0], str):  # older files join each pair with a space
         definition["model"]["merges"] = [merge.split(" ") for merge in merges]
     return msgspec.json.encode(definition, order="sorted")
+
+
+def _with_joined_merges(definition: dict[str, Any]) -> str:
+    """tokenizer.json as older files were, the parts of each merge joined with a space, which none of them holds.
+
+    The fast encoder reads it in four fifths of the time.
+    """
+    merges = definition.get("model", {}).get("merges")
+    if merges:
+        joined = list(map(" ".join, merges))
+        if all(merge.count(" ") == 1 for merge in joined):
+            definition["model"]["merges"] = joined
+    return msgspec.json.encode(definition).decode()

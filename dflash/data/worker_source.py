@@ -146,6 +146,7 @@ def serve(control_handle: int, lifeline: int) -> None:
         lifeline: read end of a pipe that only the parent writes to, so that it ends when the parent does.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    gc.disable()  # half a second for the vocabulary, none of which is garbage; workers collect between jobs
     start_arrow()
     with Connection(control_handle) as control, contextlib.suppress(EOFError, OSError):
         name, trust_remote_code = control.recv()
@@ -180,7 +181,6 @@ def _load(name: str, trust_remote_code: bool, control: Connection) -> TargetToke
 
 def _work(connection: Connection, lifeline: int, tokenizer: TargetTokenizer) -> NoReturn:
     """Do jobs until the connection is closed; never returns into the code that was forked."""
-    gc.disable()  # a job's records hold no cycles, and looking for some in them costs as much as making them
     try:
         threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
         while True:

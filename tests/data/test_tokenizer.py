@@ -7,8 +7,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from dflash.data.tokenizer import TOKENIZER_FILE, TargetTokenizer, adapt_tokenizer, load_tokenizer
@@ -171,3 +174,38 @@ def test_a_tokenizer_that_is_its_file_to_the_letter_needs_no_second_load(
     (folder / TOKENIZER_FILE).write_text(smollm2.backend.to_str(pretty=True))
     monkeypatch.setattr("dflash.data.tokenizer._require_same_ids", None)
     assert load_tokenizer(folder).is_its_definition
+
+
+def test_the_fast_encoder_reads_joined_merges_where_they_say_the_same(
+    smollm2: TargetTokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    definition = json.loads(smollm2.backend.to_str())
+    pairs = definition["model"]["merges"]
+    (folder / TOKENIZER_FILE).write_text(json.dumps(definition))
+    read: list[str] = []
+
+    def build(text: str) -> NoReturn:
+        read.append(text)
+        raise ValueError("built enough")
+
+    monkeypatch.setitem(sys.modules, "fastokens", SimpleNamespace(Tokenizer=SimpleNamespace(from_json_str=build)))
+    target = load_tokenizer(folder)
+    fingerprint = target.fingerprint
+    target.prepare_encoder()
+    joined = json.loads(read[0])["model"]["merges"]
+    assert [merge.split(" ") for merge in joined] == pairs
+    assert Tokenizer.from_str(read[0]).get_vocab() == smollm2.backend.get_vocab()
+    (folder / TOKENIZER_FILE).write_text(read[0])
+    assert load_tokenizer(folder).fingerprint == fingerprint
+
+
+def test_merges_with_a_space_inside_stay_pairs(smollm2: TargetTokenizer, folder: Path) -> None:
+    definition = json.loads(smollm2.backend.to_str())
+    model = definition["model"]
+    model["vocab"]["a b"] = len(model["vocab"])
+    model["vocab"][" b"] = len(model["vocab"])
+    model["merges"].append(["a", " b"])
+    (folder / TOKENIZER_FILE).write_text(json.dumps(definition))
+    target = load_tokenizer(folder)
+    assert target.is_its_definition
+    assert json.loads(target._rules.joined)["model"]["merges"] == model["merges"]
