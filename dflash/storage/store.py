@@ -145,6 +145,10 @@ class Store(ABC):
             IntegrityError: size or digest still differ after all retries.
         """
 
+    def download_all(self, files: Sequence[tuple[ObjectInfo, Path]]) -> tuple[Transfer, ...]:
+        """Download listed objects to files, each as `download` does; the first failure ends it."""
+        return tuple(self.download(info.key, path, expect=info) for info, path in files)
+
     @abstractmethod
     def verify(self, key: str, *, expect: ObjectInfo | None = None, sha256: str | None = None) -> Transfer:
         """Read an object through without keeping it, pinned and checked as by `download`."""

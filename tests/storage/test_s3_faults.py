@@ -68,6 +68,26 @@ def test_a_damaged_download_is_tried_again(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("kind", DAMAGED_GETS)
+def test_a_damaged_file_among_others_is_tried_again(proxy: Proxy, faulty: Store, tmp_path: Path, kind: Kind) -> None:
+    for key in "abc":
+        faulty.put_if_absent(key, key.encode() + DATA)
+    proxy.faults.append(Fault(kind, "^GET .*/b$"))
+    transfers = faulty.download_all([(info, tmp_path / info.key) for info in faulty.list()])
+    assert [transfer.checked_by for transfer in transfers] == ["etag"] * 3
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {key: key.encode() + DATA for key in "abc"}
+    assert faulty.counters.snapshot().retries == 1
+
+
+def test_lasting_damage_among_others_is_an_error(proxy: Proxy, faulty: Store, tmp_path: Path) -> None:
+    for key in "abc":
+        faulty.put_if_absent(key, key.encode() + DATA)
+    proxy.faults.append(Fault("flip_down", "^GET .*/b$", times=ALWAYS))
+    with pytest.raises(IntegrityError, match="/b: expected MD5"):
+        faulty.download_all([(info, tmp_path / info.key) for info in faulty.list()])
+    assert {path.name for path in tmp_path.iterdir()} <= {"a"}
+
+
 @pytest.mark.parametrize("kind", ["cut", "flip_down"])
 def test_lasting_damage_is_an_error_and_no_file(proxy: Proxy, faulty: Store, tmp_path: Path, kind: Kind) -> None:
     faulty.put_if_absent("object", DATA)

@@ -157,6 +157,26 @@ def test_damage_is_noticed_by_digest_and_size(store: Store, tmp_path: Path) -> N
     assert store.download("shard", target, sha256=sha256_of(b"content")).checked_by == "sha256"
 
 
+def test_files_come_together_as_they_do_alone(store: Store, tmp_path: Path) -> None:
+    contents = {f"file-{number:02d}": bytes([number]) * (number * 999) for number in range(11)}
+    for key, content in contents.items():
+        store.put_if_absent(key, content)
+    listed = store.list()
+    transfers = store.download_all([(info, tmp_path / "new" / info.key) for info in listed])
+    assert {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()} == contents
+    assert [transfer.sha256 for transfer in transfers] == [sha256_of(content) for content in contents.values()]
+    assert list(transfers) == [store.download(info.key, tmp_path / "one", expect=info) for info in listed]
+    assert store.download_all([]) == ()
+
+
+def test_a_file_that_does_not_come_leaves_no_part_of_any(store: Store, tmp_path: Path) -> None:
+    store.put_if_absent("first", b"1")
+    files = [(store.head("first"), tmp_path / "first"), (ObjectInfo("second", 1, None), tmp_path / "second")]
+    with pytest.raises(ObjectNotFoundError, match="second"):
+        store.download_all(files)
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {"first"}
+
+
 def test_large_objects_are_not_read_into_memory(store: Store) -> None:
     store.put_if_absent("big", b"x" * 1000)
     assert len(store.read("big", max_bytes=1000)) == 1000
