@@ -5,7 +5,7 @@
 ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
-# For the native code in dflash/data, in this stage alone.
+# For the native code in dflash, in this stage alone.
 # Debian removes old versions from its archive, so that a pinned one would soon not install.
 # hadolint ignore=DL3008
 RUN apt-get update \

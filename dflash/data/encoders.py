@@ -103,7 +103,7 @@ class FastokensEncoder:
     name = "fastokens"
 
     def __init__(self, backend: Tokenizer, definition: str | None = None) -> None:
-        """Build from the reference's own definition, which may be given as `backend.to_str()` gave it.
+        """Build from the reference's own definition, which may be given: `backend.to_str()` or its equal.
 
         Raises:
             ImportError: the package isn't installed.
@@ -170,7 +170,7 @@ def choose_encoder(backend: Tokenizer, definition: str | None = None) -> Encoder
 
     Args:
         backend: the tokenizer.
-        definition: what `backend.to_str()` gives, where it is at hand.
+        definition: what `backend.to_str()` gives, or its equal, where it is at hand.
     """
     reference = HuggingFaceEncoder(backend)
     try:

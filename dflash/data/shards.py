@@ -23,6 +23,7 @@ import pyarrow as pa
 from dflash.data.rows import TokenizedRows, join_rows
 from dflash.errors import DatasetError
 from dflash.manifest import ShardEntry
+from dflash.storage.files import CHUNK_BYTES
 
 try:
     from dflash.data import _row_hashes
@@ -32,7 +33,6 @@ except ImportError:  # no compiler when the package was installed
 SCHEMA_VERSION = 1
 ROWS_PER_BATCH = 1000
 _ID_BYTES, _HASH_BYTES = 4, 16
-_WRITE_BYTES = 1 << 20  # the kernel takes three times as long a byte for larger pieces
 _END_MARK = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of an Arrow IPC stream
 
 # Declared once. `datasets` reads it as List(int32), List(bool), string, string, int32.
@@ -110,8 +110,8 @@ class _StreamSink:
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
-        for start in range(0, len(view), _WRITE_BYTES):
-            piece = view[start : start + _WRITE_BYTES]
+        for start in range(0, len(view), CHUNK_BYTES):
+            piece = view[start : start + CHUNK_BYTES]
             self._digest.update(piece)
             self._file.write(piece)
         self._num_bytes += len(view)

@@ -120,7 +120,7 @@ def put_content(store: Store, key: str, path: Path, sha256: str) -> None:
     """Store a file under the name of its content; a damaged object that lies there is replaced.
 
     Raises:
-        IntegrityError: the file itself is damaged.
+        IntegrityError: the file itself is damaged, and was to be sent.
     """
     try:
         # One that was there already may have been compared by its size alone.

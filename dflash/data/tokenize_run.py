@@ -128,18 +128,15 @@ class TokenizeSession:
 
     def download(self, files: Sequence[PlannedFile]) -> list[LocalInput]:
         """Fetch files, pinned to what was listed; a local source is read in place."""
-        if any(self.source.local_path(item.info.key) for item in files):  # all or none
-            return [self._in_place(item) for item in files]
+        places = [self.source.local_path(item.info.key) for item in files]
+        in_place = [_local_input(item, place) for item, place in zip(files, places, strict=True) if place is not None]
+        if in_place:  # a store has paths for all or for none
+            return in_place
         fetched = [(item.info, self._download_path(item.info.key)) for item in files]
         return [
             LocalInput(info.key, path, info.size, info.etag, transfer.sha256, is_own=True)
             for (info, path), transfer in zip(fetched, self.source.download_all(fetched), strict=True)
         ]
-
-    def _in_place(self, item: PlannedFile) -> LocalInput:
-        info, path = item.info, self.source.local_path(item.info.key)
-        assert path is not None
-        return LocalInput(info.key, path, info.size, info.etag, item.identity.removeprefix("sha256:"))
 
     def _download_path(self, key: str) -> Path:
         """Numbered, since a key may be longer than a file name may."""
@@ -285,6 +282,10 @@ class TokenizeSession:
 
         name = self.tokenizer_record().name
         return load_tokenizer(name, trust_remote_code=self.run.trust_remote_code, probe=False)
+
+
+def _local_input(item: PlannedFile, path: Path) -> LocalInput:
+    return LocalInput(item.info.key, path, item.info.size, item.info.etag, item.identity.removeprefix("sha256:"))
 
 
 def tokenize_dataset(run: TokenizeRun, credentials: S3Credentials | None, workspace: Workspace) -> Manifest:

@@ -37,13 +37,13 @@ class _Rules:
         canonical: hash of its canonical form.
         plain: digest of it without formatting.
         ids: of the vocabulary and the added tokens; None where the vocabulary isn't a map of tokens to ids.
-        joined: the file with each merge as one text, for the fast encoder.
+        joined: the file with each merge as one text, without truncation and padding, for the fast encoder.
     """
 
     canonical: hashlib._Hash
     plain: bytes
     ids: frozenset[int] | None
-    joined: str
+    joined: bytes
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class TargetTokenizer:
     def prepare_encoder(self) -> None:
         """Choose the encoder for bulk work before there is a sample of it; `encoder_for` completes the proof."""
         if not self._choices:
-            definition = self._rules.joined if self.is_its_definition else self._written
+            definition = self._rules.joined.decode() if self.is_its_definition else self._written
             self._choices.append(choose_encoder(self.backend, definition))
 
     def encoder_for(self, sample: Sequence[str]) -> EncoderChoice:
@@ -169,7 +169,8 @@ class TargetTokenizer:
     def _rules(self) -> _Rules:
         """Read once, since decoding and encoding the whole vocabulary takes most of a second."""
         rules = msgspec.json.decode(self._written if self.definition is None else self.definition.read_bytes())
-        plain = hashlib.sha256(msgspec.json.encode(rules)).digest()  # before what doesn't decide the ids goes
+        # In this order: each step leaves the rules as the next one needs them.
+        plain = hashlib.sha256(msgspec.json.encode(rules)).digest()
         canonical = hashlib.sha256(_canonical_json(rules))
         return _Rules(canonical, plain, _ids(rules), _with_joined_merges(rules))
 
@@ -307,14 +308,14 @@ def _canonical_json(definition: dict[str, Any]) -> bytes:
     return msgspec.json.encode(definition, order="sorted")
 
 
-def _with_joined_merges(definition: dict[str, Any]) -> str:
-    """tokenizer.json as older files were, the parts of each merge joined with a space, which none of them holds.
+def _with_joined_merges(definition: dict[str, Any]) -> bytes:
+    """tokenizer.json as older files are: the parts of each merge joined with a space, unless one of them holds one.
 
-    The fast encoder reads it in four fifths of the time.
+    The fast encoder reads it in four fifths of the time. Changes its argument, as `_canonical_json` does.
     """
     merges = definition.get("model", {}).get("merges")
     if merges:
         joined = list(map(" ".join, merges))
         if all(merge.count(" ") == 1 for merge in joined):
             definition["model"]["merges"] = joined
-    return msgspec.json.encode(definition).decode()
+    return msgspec.json.encode(definition)

@@ -146,7 +146,9 @@ def serve(control_handle: int, lifeline: int) -> None:
         lifeline: read end of a pipe that only the parent writes to, so that it ends when the parent does.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
-    gc.disable()  # half a second for the vocabulary, none of which is garbage; workers collect between jobs
+    # Looking for cycles takes half a second while the vocabulary is read, and in a worker as long as making a job's
+    # records does, which hold none. Workers collect between jobs.
+    gc.disable()
     start_arrow()
     with Connection(control_handle) as control, contextlib.suppress(EOFError, OSError):
         name, trust_remote_code = control.recv()

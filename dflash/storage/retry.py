@@ -19,15 +19,16 @@ class TransferLimits:
     """Sizes, deadlines and retries of S3 transfers.
 
     Attributes:
-        multipart_threshold_bytes: smaller uploads are one conditional PUT held in memory.
-        whole_file_bytes: larger ones go in parts; a file between the two of known SHA-256 is one streamed PUT.
+        multipart_threshold_bytes: up to it an upload is one conditional PUT held in memory.
+        single_put_max_bytes: up to it a larger file of known SHA-256 is one conditional PUT, streamed; all else goes in
+            parts. S3 takes 5 GiB.
         part_bytes: size of an uploaded part; S3 refuses parts under 5 MiB other than the last.
         copy_threshold_bytes: larger server-side copies go in parts; S3 refuses single copies over 5 GiB.
         copy_part_bytes: size of a copied part.
         connect_timeout_s: longest wait for a connection.
         read_timeout_s: longest wait for the next bytes.
-        copy_timeout_s: longest wait for the server to finish one copy or to join parts; it is silent meanwhile.
-        object_timeout_s: longest time for one request with its body.
+        copy_timeout_s: longest wait for the server to copy, to join parts or to take a streamed PUT; it is silent.
+        object_timeout_s: longest time for one request with its body, a streamed PUT apart.
         list_page_keys: keys asked for in one page of a listing; S3 gives 1,000 at most.
         attempts: tries of one operation, the first included.
         first_wait_s: wait before the second try; doubles with each, with jitter.
@@ -35,7 +36,7 @@ class TransferLimits:
     """
 
     multipart_threshold_bytes: int = 32 * _MIB
-    whole_file_bytes: int = 1024 * _MIB
+    single_put_max_bytes: int = 1024 * _MIB
     part_bytes: int = 16 * _MIB
     copy_threshold_bytes: int = 5 * 1024 * _MIB
     copy_part_bytes: int = 512 * _MIB

@@ -7,7 +7,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -39,7 +39,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Consumer = Callable[[Iterable[bytes], bool], Digest]
 _STREAM_BYTES = 1 << 20  # four times as much takes twice the system time: the pages of each chunk are new
+_GROUP = 16  # files that lie in part files, and mapped, at a time
 _PLAIN_MD5 = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A listed object, the file that it shall be, and the part file that it is until it is checked."""
+
+    info: ObjectInfo
+    path: Path
+    part: Path
 
 
 class S3Store(Store):
@@ -106,33 +116,44 @@ class S3Store(Store):
         return self._run(key, fetch_file)
 
     def download_all(self, files: Sequence[tuple[ObjectInfo, Path]]) -> tuple[Transfer, ...]:
-        """See `Store.download_all`; the MD5s of all are taken at once, which costs a third of one after another."""
-        parts = [part_path(path) for _, path in files]
+        """See `Store.download_all`; the MD5s of a group are taken at once, which costs a third of one after another."""
+        groups = (files[start : start + _GROUP] for start in range(0, len(files), _GROUP))
+        return tuple(transfer for group in groups for transfer in self._download_group(group))
+
+    def _download_group(self, files: Sequence[tuple[ObjectInfo, Path]]) -> tuple[Transfer, ...]:
+        parts = [_Part(info, path, part_path(path)) for info, path in files]
         try:
-            transfers = [self._fetch_part(info, part) for (info, _), part in zip(files, parts, strict=True)]
-            told = [part for (info, _), part in zip(files, parts, strict=True) if _tells_md5(info)]
-            md5s = dict(zip(told, files_md5(told), strict=True))
-            for index, ((info, path), part) in enumerate(zip(files, parts, strict=True)):
-                if md5s.get(part, info.etag) != info.etag:
-                    self.counters.add(TransferCounts(retries=1))
-                    transfers[index] = self.download(info.key, path, expect=info)
-                    continue
-                move_into_place(part, path)
-                if part in md5s:
-                    transfers[index] = replace(transfers[index], checked_by="etag")
+            transfers = [self._fetch_part(part) for part in parts]
+            told = [part for part in parts if _tells_md5(part.info)]
+            md5s = dict(zip(told, files_md5([part.part for part in told]), strict=True))
+            taken = zip(parts, transfers, strict=True)
+            return tuple(self._take_part(part, transfer, md5s.get(part)) for part, transfer in taken)
         finally:
             for part in parts:
-                remove_part(part)
-        return tuple(transfers)
+                remove_part(part.part)
 
-    def _fetch_part(self, info: ObjectInfo, part: Path) -> Transfer:
-        """GET a listed object into a part file; its MD5 is still to be compared."""
+    def _fetch_part(self, part: _Part) -> Transfer:
+        """GET a listed object into its part file; its MD5 is still to be compared."""
 
         def fetch() -> Transfer:
-            remove_part(part)  # of a try before
-            return self._fetch(info.key, info, None, lambda s, _: write_part(part, s), checks_md5=False)
+            remove_part(part.part)  # of a try before
+            consume: Consumer = lambda stream, _: write_part(part.part, stream)  # noqa: E731
+            return self._fetch(part.info.key, part.info, None, consume, checks_md5=False)
 
-        return self._run(info.key, fetch)
+        return self._run(part.info.key, fetch)
+
+    def _take_part(self, part: _Part, transfer: Transfer, md5: str | None) -> Transfer:
+        """Move a part file into place if its MD5 is what the ETag tells, or the ETag tells none; else get it anew."""
+        key = part.info.key
+        if md5 is not None:
+            try:
+                check = self._check_md5(key, part.info, Digest(transfer.size, transfer.sha256, md5))
+            except IntegrityError:
+                self.counters.add(TransferCounts(retries=1))
+                return self.download(key, part.path, expect=part.info)
+            transfer = replace(transfer, checked_by=check)
+        move_into_place(part.part, part.path)
+        return transfer
 
     def verify(self, key: str, *, expect: ObjectInfo | None = None, sha256: str | None = None) -> Transfer:
         """See `Store.verify`."""
@@ -246,20 +267,21 @@ class S3Store(Store):
         return etag
 
     def _put_large(self, key: str, source: bytes | Path, size: int, sha256: str | None) -> bool:
-        is_whole = isinstance(source, Path) and sha256 is not None and size <= self.limits.whole_file_bytes
-        digest = Digest(size, str(sha256)) if is_whole else _digest_source(source)
+        if isinstance(source, Path) and sha256 is not None and size <= self.limits.single_put_max_bytes:
+            digest = Digest(size, sha256.lower())
+            return self._put_unless_there(key, digest, lambda: self._put_file(key, source, digest))
+        digest = digest_chunks([source] if isinstance(source, bytes) else file_chunks(source))
         check_digest(f"source of {self._uri(key)}", digest, size=size, sha256=sha256)
+        return self._put_unless_there(key, digest, lambda: self._control.upload(check_key(key), source, size))
+
+    def _put_unless_there(self, key: str, digest: Digest, put: Callable[[], bool]) -> bool:
         try:
             # Reading gigabytes back for every shard of a rerun would cost more than the upload: size only.
-            self._check_size(self.head(key), size)
+            self._check_size(self.head(key), digest.size)
         except ObjectNotFoundError:
-            if isinstance(source, Path) and is_whole:
-                is_won = self._put_file(key, source, digest)
-            else:
-                is_won = self._control.upload(check_key(key), source, size)
-            if not is_won:
-                self._check_same(key, digest)
-            return is_won
+            if put():
+                return True
+            self._check_same(key, digest)
         return False
 
     def _put_file(self, key: str, path: Path, digest: Digest) -> bool:
@@ -268,8 +290,10 @@ class S3Store(Store):
         if checked_by == "size":
             try:
                 self.verify(key, sha256=digest.sha256)
-            except IntegrityError:
-                self.delete([key])  # ours, of a moment ago: a rerun would take its size for proof
+            except BaseException:
+                # Ours, of a moment ago. A rerun would take its size for proof, as it will after a kill just here.
+                with suppress(StorageError):
+                    self.delete([key])
                 raise
         return checked_by is not None
 
@@ -340,10 +364,6 @@ class S3Store(Store):
 
 def _tells_md5(info: ObjectInfo) -> bool:
     return info.etag is not None and _PLAIN_MD5.fullmatch(info.etag) is not None
-
-
-def _digest_source(source: bytes | Path) -> Digest:
-    return digest_chunks([source] if isinstance(source, bytes) else file_chunks(source))
 
 
 def _read_source(path: Path) -> bytes:

@@ -13,7 +13,7 @@ from dflash.storage.files import Digest, check_digest, digest_chunks, file_chunk
 from dflash.storage.location import Location, check_key
 from dflash.storage.retry import TransferLimits, retry
 from dflash.storage.s3_clients import S3Credentials, open_botocore
-from dflash.storage.s3_failures import classify
+from dflash.storage.s3_failures import DIGEST_REFUSALS, classify
 from dflash.storage.s3_multipart import MultipartUpload, copy_in_parts, upload_in_parts
 from dflash.storage.store import Check, ObjectInfo, Transfer, TransferCounters, TransferCounts, UploadInfo
 
@@ -98,26 +98,32 @@ class S3Control:
             IntegrityError: the file has another digest.
         """
         checksum = base64.b64encode(bytes.fromhex(digest.sha256)).decode()
+        client = self._slow_client()
 
-        def send() -> Check:
+        def send() -> Check | Digest:
             with os_errors_as_storage_errors(f"source {path}"):
                 body = path.open("rb")
             with body:
-                reply = self._slow_client().put_object(
-                    **self._target(key), Body=body, ChecksumSHA256=checksum, IfNoneMatch="*"
-                )
+                try:
+                    reply = client.put_object(**self._target(key), Body=body, ChecksumSHA256=checksum, IfNoneMatch="*")
+                except client.exceptions.ClientError as error:
+                    if error.response.get("Error", {}).get("Code") not in DIGEST_REFUSALS:
+                        raise
+                    found = _digest_source(path)
+                    if found == digest:  # damaged on the way: again
+                        raise
+                    return found
             return "sha256" if reply.get("ChecksumSHA256") == checksum else "size"
 
         try:
-            checked_by = self._run(key, send)
+            outcome = self._run(key, send)
         except PreconditionError:
             return None
-        except StorageError:
-            found = digest_chunks(file_chunks(path))  # damaged here, or on the way?
-            check_digest(f"source of {self._uri(key)}", found, size=digest.size, sha256=digest.sha256)
-            raise
+        if isinstance(outcome, Digest):
+            check_digest(f"source of {self._uri(key)}", outcome, size=digest.size, sha256=digest.sha256)
+            raise StorageError(f"{path} changed while it was sent to {self._uri(key)}: run again")
         self._counters.add(TransferCounts(bytes_up=digest.size))
-        return checked_by
+        return outcome
 
     def copy(self, source: ObjectInfo, target: Location, target_key: str, sha256: str | None) -> Transfer:
         """Copy on the server, pinned to the version that was looked at; a whole copy that is there already is kept."""
@@ -234,7 +240,7 @@ class S3Control:
         return self._open(self._limits.read_timeout_s)
 
     def _slow_client(self) -> Any:
-        """Return the client for copies and completions, which the server answers only when it is done."""
+        """Return the client for what the server answers only when it is done: copies, completions, streamed bodies."""
         return self._open(self._limits.copy_timeout_s)
 
     def _open(self, read_timeout_s: float) -> Any:
@@ -256,6 +262,11 @@ class S3Control:
 
     def _uri(self, key: str) -> str:
         return f"{self._location.uri}/{key}"
+
+
+def _digest_source(path: Path) -> Digest:
+    with os_errors_as_storage_errors(f"source {path}"):
+        return digest_chunks(file_chunks(path))
 
 
 def full_key(location: Location, key: str) -> str:

@@ -2,7 +2,7 @@
 
 - Keys are relative to the store's root, `/`-separated and checked (`location.check_key`).
 - What is read is whole: its size, and its digest where one travelled separately, are compared before it is returned.
-- `replace`, and `put_if_absent` of what is not large, are atomic: of any number of writers exactly one wins, and
+- `replace`, and `put_if_absent` of what doesn't go in parts, are atomic: of any number of writers exactly one wins, and
   readers see the old or the new object, whole. A reply that was lost is told from a conflict by reading back.
 - A store pickles by its URI and credentials and is opened anew in the child. Start children with `spawn`: the S3 client
   hangs after a fork.
@@ -146,7 +146,17 @@ class Store(ABC):
         """
 
     def download_all(self, files: Sequence[tuple[ObjectInfo, Path]]) -> tuple[Transfer, ...]:
-        """Download listed objects to files, each as `download` does; the first failure ends it."""
+        """Download listed objects to files, each as `download` does; the first failure ends it.
+
+        Args:
+            files: from the listing, with the file for each.
+
+        Returns:
+            Of each file, in order.
+
+        Raises:
+            As `download`; files that came before may be in place, none is there in part.
+        """
         return tuple(self.download(info.key, path, expect=info) for info, path in files)
 
     @abstractmethod
@@ -160,7 +170,8 @@ class Store(ABC):
         Objects over `TransferLimits.multipart_threshold_bytes` need keys named after their content: one that is there
         is compared by size alone (a rerun must be cheap), and servers check the condition of a multipart completion
         without being atomic (measured on SeaweedFS: of writers with different content two reported success). A file
-        whose digest is given goes in one request, where the server compares the two, up to `whole_file_bytes`.
+        whose digest is given goes in one request up to `single_put_max_bytes`: the server compares it with the digest,
+        and where one of its size is there already the file isn't read.
 
         Args:
             key: the object.

@@ -1,4 +1,4 @@
-"""The metrics of a run as they lie in its folder, and the picture of them; read on machines without torch."""
+"""The metrics of a run as they lie in its folder, and the picture of them; read without torch."""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ def _md5(data: bytes) -> str:
 
 @pytest.mark.parametrize("is_native", [True, False])
 def test_md5_of_files_is_hashlibs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_native: bool) -> None:
-    if not is_native:
+    if is_native:
+        pytest.importorskip("dflash.storage._md5_lanes", reason="no compiler when the package was installed")
+    else:
         monkeypatch.setattr(files, "_md5_lanes", None)
     paths = [tmp_path / str(size) for size in EDGES]
     for path in paths:

@@ -8,6 +8,7 @@ import re
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -76,7 +77,10 @@ def test_a_large_file_of_known_digest_is_one_object_that_the_server_compared(
     with pytest.raises(IntegrityError, match=r"source of .*big: expected sha256 0000"):
         parts_store.put_if_absent("big", source, sha256="0" * 64)
     assert parts_store.list() == []
-    assert parts_store.put_if_absent("big", source, sha256=sha256)
+    assert parts_store.counters.snapshot().retries == 0  # what is damaged here isn't sent again
+    with pytest.raises(StorageError, match=r"source .*missing: the file system failed"):
+        parts_store.put_if_absent("big", tmp_path / "missing", sha256=sha256)
+    assert parts_store.put_if_absent("big", source, sha256=sha256.upper())
     assert not parts_store.put_if_absent("big", source, sha256=sha256)
     assert parts_store.download("big", tmp_path / "back").checked_by == "etag"
     assert parts_store.copy("big", parts_store, "copy", size=12 * MIB, sha256=sha256).checked_by == "sha256"
@@ -86,7 +90,7 @@ def test_a_large_file_of_known_digest_is_one_object_that_the_server_compared(
 
 def test_larger_files_than_one_request_takes_go_in_parts(parts_store: Store, tmp_path: Path) -> None:
     assert isinstance(parts_store, S3Store)
-    limits = dataclasses.replace(IN_PARTS, whole_file_bytes=7 * MIB)
+    limits = dataclasses.replace(IN_PARTS, single_put_max_bytes=7 * MIB)
     store = S3Store(parts_store.location, parts_store.credentials, limits)
     for size, etag in ((7 * MIB, r"\w{32}"), (7 * MIB + 1, r"\w{32}-2")):
         source = tmp_path / "source"
@@ -96,20 +100,23 @@ def test_larger_files_than_one_request_takes_go_in_parts(parts_store: Store, tmp
 
 
 def test_of_files_that_race_for_a_key_one_wins(parts_store: Store, tmp_path: Path) -> None:
+    barrier = Barrier(4)
     sources = [tmp_path / str(writer) for writer in range(4)]
     for writer, source in enumerate(sources):
         source.write_bytes(bytes([writer]) * (7 * MIB))
 
-    def put(source: Path) -> bool:
+    def put(key: str, source: Path) -> bool:
+        barrier.wait()
         try:
-            return parts_store.put_if_absent("big", source, sha256=file_sha256(source))
+            return parts_store.put_if_absent(key, source, sha256=file_sha256(source))
         except IntegrityError:
             return False
 
     with ThreadPoolExecutor(len(sources)) as pool:
-        won = list(pool.map(put, sources))
-    assert sum(won) == 1
-    assert parts_store.read("big") == sources[won.index(True)].read_bytes()
+        for key in ("first", "second", "third"):
+            won = list(pool.map(lambda source, key=key: put(key, source), sources))
+            assert sum(won) == 1
+            assert parts_store.read(key) == sources[won.index(True)].read_bytes()
 
 
 @pytest.mark.parametrize("is_same", [True, False])

@@ -88,6 +88,20 @@ def test_lasting_damage_among_others_is_an_error(proxy: Proxy, faulty: Store, tm
     assert {path.name for path in tmp_path.iterdir()} <= {"a"}
 
 
+def test_etags_of_encrypted_objects_cost_no_second_download(
+    proxy: Proxy, faulty: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in "ab":
+        faulty.put_if_absent(key, key.encode() + DATA)
+    listed = [(faulty.head(key), tmp_path / key) for key in "ab"]
+    monkeypatch.setattr("dflash.storage.s3.files_md5", lambda paths: ["0" * 32 for _ in paths])
+    monkeypatch.setattr(faulty._control, "is_encrypted_by_key", lambda _: True)
+    proxy.requests.clear()
+    assert [transfer.checked_by for transfer in faulty.download_all(listed)] == ["size"] * 2
+    assert (tmp_path / "b").read_bytes() == b"b" + DATA
+    assert sum(request.startswith("GET ") for request in proxy.requests) == 2
+
+
 @pytest.mark.parametrize("kind", ["cut", "flip_down"])
 def test_lasting_damage_is_an_error_and_no_file(proxy: Proxy, faulty: Store, tmp_path: Path, kind: Kind) -> None:
     faulty.put_if_absent("object", DATA)
@@ -185,9 +199,13 @@ def test_a_file_in_one_request_survives(
 ) -> None:
     path, sha256 = large_file
     proxy.faults.append(Fault(kind, "^PUT .*/big$"))
-    faulty.put_if_absent("big", path, sha256=sha256)
+    is_new = faulty.put_if_absent("big", path, sha256=sha256)
+    assert is_new == (kind not in {"lose_reply", "error_200"})  # of these the second try finds it there
     assert proxy.faults[0].times == 0
     assert direct.verify("big", sha256=sha256).size == path.stat().st_size
+    assert sum(request.startswith("PUT ") for request in proxy.requests) == (
+        1 if kind == "reset" else 2
+    )  # a reply without a body has no middle
 
 
 def test_a_file_that_is_always_damaged_on_its_way_is_not_stored(
@@ -210,6 +228,9 @@ def test_a_file_is_read_back_where_the_server_tells_nothing_of_its_digest(
     proxy.faults.append(Fault("flip_down", "^GET .*/other$", times=ALWAYS))
     with pytest.raises(IntegrityError, match="other"):
         faulty.put_if_absent("other", path, sha256=sha256)
+    proxy.faults[:] = [Fault("unavailable", "^GET .*/third$", times=ALWAYS)]
+    with pytest.raises(StorageError, match="third"):
+        faulty.put_if_absent("third", path, sha256=sha256)
     assert [info.key for info in direct.list()] == ["big"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import resource
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -167,6 +168,18 @@ def test_files_come_together_as_they_do_alone(store: Store, tmp_path: Path) -> N
     assert [transfer.sha256 for transfer in transfers] == [sha256_of(content) for content in contents.values()]
     assert list(transfers) == [store.download(info.key, tmp_path / "one", expect=info) for info in listed]
     assert store.download_all([]) == ()
+
+
+def test_more_files_come_than_may_be_open(store: Store, tmp_path: Path) -> None:
+    store.put_if_absent("one", b"1")
+    info = store.list()[0]
+    store.download(info.key, tmp_path / "warm")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 64, hard))
+    try:
+        assert len(store.download_all([(info, tmp_path / str(number)) for number in range(100)])) == 100
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_file_that_does_not_come_leaves_no_part_of_any(store: Store, tmp_path: Path) -> None:
