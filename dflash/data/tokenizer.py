@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -315,7 +316,8 @@ def _with_joined_merges(definition: dict[str, Any]) -> bytes:
     """
     merges = definition.get("model", {}).get("merges")
     if merges:
-        joined = list(map(" ".join, merges))
-        if all(merge.count(" ") == 1 for merge in joined):
-            definition["model"]["merges"] = joined
+        with contextlib.suppress(TypeError):  # no lists of texts, in a model that has no merges: they stay
+            joined = list(map(" ".join, merges))
+            if all(merge.count(" ") == 1 for merge in joined):
+                definition["model"]["merges"] = joined
     return msgspec.json.encode(definition)

@@ -36,7 +36,7 @@ class TransferLimits:
     """
 
     multipart_threshold_bytes: int = 32 * _MIB
-    single_put_max_bytes: int = 1024 * _MIB
+    single_put_max_bytes: int = 256 * _MIB
     part_bytes: int = 16 * _MIB
     copy_threshold_bytes: int = 5 * 1024 * _MIB
     copy_part_bytes: int = 512 * _MIB

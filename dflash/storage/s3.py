@@ -40,6 +40,7 @@ T = TypeVar("T")
 Consumer = Callable[[Iterable[bytes], bool], Digest]
 _STREAM_BYTES = 1 << 20  # four times as much takes twice the system time: the pages of each chunk are new
 _GROUP = 16  # files that lie in part files, and mapped, at a time
+_SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 _PLAIN_MD5 = re.compile(r"[0-9a-f]{32}")
 
 
@@ -267,7 +268,8 @@ class S3Store(Store):
         return etag
 
     def _put_large(self, key: str, source: bytes | Path, size: int, sha256: str | None) -> bool:
-        if isinstance(source, Path) and sha256 is not None and size <= self.limits.single_put_max_bytes:
+        is_known = sha256 is not None and _SHA256.fullmatch(sha256) is not None
+        if isinstance(source, Path) and sha256 and is_known and size <= self.limits.single_put_max_bytes:
             digest = Digest(size, sha256.lower())
             return self._put_unless_there(key, digest, lambda: self._put_file(key, source, digest))
         digest = digest_chunks([source] if isinstance(source, bytes) else file_chunks(source))
@@ -290,8 +292,8 @@ class S3Store(Store):
         if checked_by == "size":
             try:
                 self.verify(key, sha256=digest.sha256)
-            except BaseException:
-                # Ours, of a moment ago. A rerun would take its size for proof, as it will after a kill just here.
+            except IntegrityError:
+                # Ours, of a moment ago, and proven to be damaged: a rerun would take its size for proof.
                 with suppress(StorageError):
                     self.delete([key])
                 raise

@@ -19,6 +19,10 @@ from dflash.storage.store import Check, ObjectInfo, Transfer, TransferCounters, 
 
 T = TypeVar("T")
 
+# Streamed PUTs at a time in this process. The embedded server lets 64 MB of uploads in, or one, and closes those that
+# have waited for some seconds; of eight of 700 MB three failed in all their tries.
+_streamed_puts = threading.BoundedSemaphore(4)
+
 
 class S3Control:
     """The botocore side of an S3 store. Keys are relative to the store's prefix, as everywhere."""
@@ -103,7 +107,7 @@ class S3Control:
         def send() -> Check | Digest:
             with os_errors_as_storage_errors(f"source {path}"):
                 body = path.open("rb")
-            with body:
+            with _streamed_puts, body:
                 try:
                     reply = client.put_object(**self._target(key), Body=body, ChecksumSHA256=checksum, IfNoneMatch="*")
                 except client.exceptions.ClientError as error:

@@ -211,3 +211,11 @@ def test_merges_with_a_space_inside_stay_pairs(smollm2: TargetTokenizer, folder:
     target = load_tokenizer(folder)
     assert target.is_its_definition
     assert json.loads(target._rules.joined.decode())["model"]["merges"] == model["merges"]
+
+
+def test_what_only_looks_like_merges_is_left_alone(folder: Path) -> None:
+    vocab = {"[UNK]": 0, "a": 1, "b": 2}
+    model = {"type": "WordPiece", "vocab": vocab, "unk_token": "[UNK]", "merges": [1, 2]}
+    model |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+    _edit(folder / TOKENIZER_FILE, model=model, pre_tokenizer=None, decoder=None, added_tokens=[])
+    assert json.loads(load_tokenizer(folder)._rules.joined)["model"]["merges"] == [1, 2]

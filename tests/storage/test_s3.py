@@ -78,6 +78,9 @@ def test_a_large_file_of_known_digest_is_one_object_that_the_server_compared(
         parts_store.put_if_absent("big", source, sha256="0" * 64)
     assert parts_store.list() == []
     assert parts_store.counters.snapshot().retries == 0  # what is damaged here isn't sent again
+    for wrong in ("", "no hex", "g" * 64, "ab" * 31):
+        with pytest.raises(IntegrityError, match="expected sha256"):
+            parts_store.put_if_absent("big", source, sha256=wrong)
     with pytest.raises(StorageError, match=r"source .*missing: the file system failed"):
         parts_store.put_if_absent("big", tmp_path / "missing", sha256=sha256)
     assert parts_store.put_if_absent("big", source, sha256=sha256.upper())
@@ -86,6 +89,18 @@ def test_a_large_file_of_known_digest_is_one_object_that_the_server_compared(
     assert parts_store.copy("big", parts_store, "copy", size=12 * MIB, sha256=sha256).checked_by == "sha256"
     assert parts_store.counters.snapshot().bytes_up == 12 * MIB
     assert (tmp_path / "back").read_bytes() == source.read_bytes()
+
+
+def test_many_large_files_at_once_all_arrive(s3_server: SeaweedServer, tmp_path: Path) -> None:
+    """The embedded server lets 64 MB in at a time and closes what waits; so not all are sent at once."""
+    store = open_store(f"{s3_server.uri}/many-{uuid.uuid4().hex}", s3_server.credentials)
+    source = tmp_path / "source"
+    source.write_bytes(bytes(100 * MIB))
+    sha256 = file_sha256(source)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda number: store.put_if_absent(f"{number}", source, sha256=sha256), range(8)))
+    assert {info.size for info in store.list()} == {100 * MIB}
+    store.delete([info.key for info in store.list()])
 
 
 def test_larger_files_than_one_request_takes_go_in_parts(parts_store: Store, tmp_path: Path) -> None:
