@@ -19,8 +19,13 @@ WORDS = ("a", "ab", "stop", "Ω|", "b c")
 def test_search_finds_what_looking_for_each_token_finds(tokens: tuple[str, ...]) -> None:
     controls = ControlTokens({token: number for number, token in enumerate(tokens)})
     pieces = [token[start:end] for token in tokens for start in range(len(token)) for end in range(start + 1, 99)]
-    # Parts of tokens, their single characters, and other text, so that near misses are as common as hits.
-    parts = st.one_of(st.sampled_from([*pieces, "x"]), st.sampled_from("<>|_[]/x é漢"), st.text(max_size=3))
+    # Parts of tokens, whole ones, their single characters, and other text, so that near misses are as common as hits.
+    parts = st.one_of(
+        st.sampled_from([*pieces, "x"]),
+        st.sampled_from([*tokens, "x"]),
+        st.sampled_from("<>|_[]/x é漢"),
+        st.text(max_size=3),
+    )
     longest_first = sorted(filter(None, tokens), key=len, reverse=True)
     found = 0
 
