@@ -138,8 +138,7 @@ class S3Store(Store):
 
         def fetch() -> Transfer:
             remove_part(part.part)  # of a try before
-            consume: Consumer = lambda stream, _: write_part(part.part, stream)  # noqa: E731
-            return self._fetch(part.info.key, part.info, None, consume, checks_md5=False)
+            return self._fetch(part.info.key, part.info, None, lambda s, _: write_part(part.part, s), checks_md5=False)
 
         return self._run(part.info.key, fetch)
 
@@ -268,8 +267,8 @@ class S3Store(Store):
         return etag
 
     def _put_large(self, key: str, source: bytes | Path, size: int, sha256: str | None) -> bool:
-        is_known = sha256 is not None and _SHA256.fullmatch(sha256) is not None
-        if isinstance(source, Path) and sha256 and is_known and size <= self.limits.single_put_max_bytes:
+        fits = size <= self.limits.single_put_max_bytes
+        if fits and isinstance(source, Path) and sha256 is not None and _SHA256.fullmatch(sha256):
             digest = Digest(size, sha256.lower())
             return self._put_unless_there(key, digest, lambda: self._put_file(key, source, digest))
         digest = digest_chunks([source] if isinstance(source, bytes) else file_chunks(source))

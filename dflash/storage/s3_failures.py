@@ -21,7 +21,9 @@ _REFUSED = {
     "SignatureDoesNotMatch",
 }
 _NOT_FOUND = {"NoSuchKey", "NoSuchUpload", "NotFound"}
-_AGAIN = {
+# What a server says of a body whose digest isn't the one in the request.
+DIGEST_REFUSALS = {"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
+_AGAIN = DIGEST_REFUSALS | {
     "ConditionalRequestConflict",
     "IncompleteBody",
     "InternalError",
@@ -31,8 +33,6 @@ _AGAIN = {
     "ServiceUnavailable",
     "SlowDown",
 }
-# What a server says of a body whose digest isn't the one in the request.
-DIGEST_REFUSALS = {"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
 _AGAIN_STATUS = {408, 409, 425, 429}
 _LOST = (obstore.exceptions.PreconditionError, obstore.exceptions.AlreadyExistsError)
 
@@ -79,7 +79,7 @@ def _from_reply(where: str, bucket: str, status: str, code: str, text: str, erro
         made = StorageError(
             f"{where}: access refused ({code or number}); check the access key, its secret and its rights"
         )
-    elif code in _AGAIN | DIGEST_REFUSALS or number in _AGAIN_STATUS or number >= 500:
+    elif code in _AGAIN or number in _AGAIN_STATUS or number >= 500:
         made, is_transient = StorageError(f"{where}: the server failed ({number} {code}): {text}"), True
     elif isinstance(error, FileNotFoundError) or code in _NOT_FOUND or number == 404:
         made = ObjectNotFoundError(f"{where}: no such object")
